@@ -1,0 +1,1 @@
+"""The optimised MI355X path: options, metadata builder and the kernels behind AITER's signatures."""

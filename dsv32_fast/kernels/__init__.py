@@ -1,0 +1,1 @@
+"""Kernels behind AITER's names and signatures."""

@@ -1,0 +1,1 @@
+"""CPU emulation of what AITER's kernels observably do."""

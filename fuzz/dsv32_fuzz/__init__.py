@@ -1,0 +1,1 @@
+"""Cases, strategies, checks, targets and campaigns."""

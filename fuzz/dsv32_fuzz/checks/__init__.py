@@ -1,0 +1,1 @@
+"""One verdict or several: what a check says, and over what."""

@@ -1,0 +1,1 @@
+"""Replay of recorded outputs of independent implementations."""

@@ -1,0 +1,36 @@
+"""What a check says: a status, what it measured, and why."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class Status(str, enum.Enum):
+    """The four outcomes of a check; order of severity is `worst`'s."""
+
+    PASSED = "PASSED"
+    FAILED = "FAILED"
+    MISTRUSTED = "MISTRUSTED"
+    """Nothing was really tested: fails pytest, makes a gate INCONCLUSIVE."""
+    SKIPPED = "SKIPPED"
+
+
+_SEVERITY = (Status.SKIPPED, Status.PASSED, Status.MISTRUSTED, Status.FAILED)
+
+
+def worst(statuses: list[Status]) -> Status:
+    """The most severe of several statuses; MISTRUSTED for none, since nothing was tested."""
+    return max(statuses, key=_SEVERITY.index, default=Status.MISTRUSTED)
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of one check over one case, or over many cases when merged."""
+
+    check: str
+    status: Status
+    summary: str
+    """One line that a person understands without the source; for FAILED, the first violation."""
+    measured: dict[str, float | int | str] = {}
+    """Numbers, by name; integers are counts and add up when verdicts are merged."""
