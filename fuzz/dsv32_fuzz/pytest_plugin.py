@@ -1,0 +1,1 @@
+"""The pytest plugin: the checks as part of a user's own CI."""
