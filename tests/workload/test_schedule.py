@@ -1,6 +1,7 @@
 """The schedule: conservation laws, labels, row order and padding, each against a literal definition."""
 
 import hashlib
+import itertools
 from collections import Counter
 
 import msgspec
@@ -19,6 +20,7 @@ from dsv32_fuzz.workload import (
     request_lengths,
     steps,
 )
+from dsv32_fuzz.workload.order import Row, reorder_decode_first
 
 NOT_SERVED = (Traffic.CAPTURE, Traffic.IDLE)
 
@@ -113,8 +115,11 @@ def literal_label(rows: list[tuple[int, int, int]]) -> Traffic:
 def test_conservation_laws_and_labels(workload: Workload, seed: int) -> None:
     replay = Replay(workload, seed)
     seen: set[int] = set()
+    longest = workload.bounds(workload.input_len)[1] + workload.bounds(workload.output_len)[1] + 2 * workload.mtp_depth
+    workload = msgspec.structs.replace(workload, max_model_len=longest)
     for step in served(workload, seed):
         rows = live(step)
+        assert step.batch.max_seq_len <= workload.max_model_len
         assert 1 <= len(rows) <= workload.concurrency
         assert len({r for r, _, _ in rows}) == len(rows)
         used = sum(q for _, q, _ in rows)
@@ -149,6 +154,23 @@ def test_padding_is_a_captured_size_and_only_for_uniform_steps(workload: Workloa
         else:
             assert batch.num_tokens == batch.num_query_tokens
             assert len(batch.query_lens) == n
+
+
+def test_a_short_prompt_beside_drafts_is_not_a_uniform_step() -> None:
+    workload = Workload(
+        input_len=2,
+        output_len=9,
+        concurrency=2,
+        num_requests=2,
+        mtp_depth=3,
+        acceptance=0.0,
+        arrivals="staggered",
+        arrival_interval=2.0,
+    )
+    steps_ = served(workload, 0)
+    assert [s.batch.query_lens for s in steps_[:4]] == [(2,), (4,), (4, 2), (4, 4)]
+    assert [s.batch.num_tokens for s in steps_[:4]] == [2, 4, 6, 8]
+    assert captured_rows(workload) == [4, 8]
 
 
 def literal_order(previous: list[int], current: set[int], seen: set[int]) -> list[int]:
@@ -200,6 +222,29 @@ def test_decode_first_sorts_by_kind_and_changes_nothing_else(workload: Workload,
         assert kinds == sorted(kinds)
         for (r, q, _), new in zip(live(ordered), ordered.new_tokens, strict=True):
             replay.after(r, q, new)
+
+
+KINDS = {  # (context, query length, prompt) with at most two rows per decode
+    0: (9, 2, 9),
+    1: (7, 2, 9),
+    2: (6, 3, 9),
+    3: (0, 1, 9),
+}
+
+
+def test_reordering_moves_only_rows_outside_their_region() -> None:
+    for kinds in itertools.product(range(4), repeat=4):
+        rows = [Row(i, 9, 1) for i in range(4)]
+        for row, kind in zip(rows, kinds, strict=True):
+            row.computed, row.query_len, row.prompt = KINDS[kind]
+        result = reorder_decode_first(rows, 2)
+        found = [kinds[r.number] for r in result]
+        assert found == sorted(kinds)
+        stay = [i for i in range(4) if kinds[i] == found[i]]
+        assert [result[i].number for i in stay] == stay
+        for kind in range(4):
+            moved = [r.number for i, r in enumerate(result) if kinds[r.number] == kind and i not in stay]
+            assert moved == sorted(moved)
 
 
 def test_a_small_schedule_by_hand() -> None:
@@ -280,7 +325,11 @@ def test_preemption_recomputes_prompt_and_outputs_as_one_prompt() -> None:
         input_len=30, output_len=20, concurrency=3, num_requests=9, max_num_batched_tokens=24, preempt_rate=0.2
     )
     replay = Replay(workload, 5)
+    seen: set[int] = set()
     for step in served(workload, 5):
+        if not set(step.requests) <= seen:
+            assert all(r in step.requests or not replay.left[r] for r in seen), "a preempted request goes first"
+        seen |= set(step.requests)
         for r, q, seq in live(step):
             replay.before(r, q, seq)
         for (r, q, _), new in zip(live(step), step.new_tokens, strict=True):
@@ -360,6 +409,7 @@ def test_a_workload_survives_json() -> None:
         ({"capture_sizes": (0, 2)}, "positive and increasing"),
         ({"max_num_batched_tokens": 63}, "max_num_batched_tokens is 63; it must be at least concurrency, 64"),
         ({"max_model_len": 5499}, "max_model_len is 5499; it must be at least the longest request with drafts, 5500"),
+        ({"max_model_len": 5505, "mtp_depth": 3}, "the longest request with drafts, 5506"),
     ],
 )
 def test_bad_workloads_are_named(fields: dict[str, object], message: str) -> None:

@@ -190,6 +190,8 @@ def test_mtp_decode_that_starts_below_topk_keeps_the_stale_plan() -> None:
     assert found.rate_decode == 98 / 99
     assert found.rightful_rate == 0.0
     assert skip_rate(workload, key_47766(2048)).wrongful == 0
+    causes = explain_misses(workload)  # rows below topk: the prompt, then first rows of 2046 and 2047 tokens
+    assert (causes.below_topk, causes.unchanged) == (3, 96)
 
 
 def test_the_second_chunk_of_the_first_prompt_at_budget_2048() -> None:
