@@ -44,7 +44,7 @@ PURE_DECODE = frozenset({Traffic.DECODE, Traffic.MTP_DECODE})
 Arrivals = Literal["closed", "staggered", "poisson"]
 
 
-class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A request stream and the engine that serves it; the defaults are the workload of vLLM PR #42982.
 
     Lengths are in tokens. The PR states input, output and concurrency; the other values are vLLM's defaults, or ours:
