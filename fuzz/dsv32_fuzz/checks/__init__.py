@@ -1,1 +1,139 @@
-"""One verdict or several: what a check says, and over what."""
+"""Checks: properties over a case and a target.
+
+Every check of a step sequence watches the same run: the target and its always-rebuild twin build each step side by
+side, and each check sees both. So a case is built once, however many checks look at it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dsv32_fast.batch import StepBatch
+from dsv32_fuzz.case import Case, Dims
+from dsv32_fuzz.oracle import planner_lens
+from dsv32_fuzz.targets import IntArray, StepRecord, Target
+from dsv32_fuzz.verdict import Status, Verdict
+
+TARGET_POISON, TWIN_POISON = 0x5A5A5A5, -0x3C3C3C3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """One step of a run: the target's record, its always-rebuild twin's, and the KV lengths that the oracle expects."""
+
+    index: int
+    step: StepBatch
+    dims: Dims
+    target: StepRecord
+    twin: StepRecord
+    kv_lens_T: IntArray
+
+
+class Check(ABC):
+    """Watches one run; counts what it compared and keeps the first violation.
+
+    Subclasses count with `self.measured` and report with `self.violation`; a run in which `untested` gives a reason is
+    MISTRUSTED.
+    """
+
+    name: ClassVar[str]
+    meaning: ClassVar[str]
+    """One line for the report: what it means that this holds."""
+    needs_cache: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self.measured: Counter[str] = Counter(steps=0)
+        self.first_violation = ""
+        self.first_violation_step = -1
+
+    @abstractmethod
+    def observe(self, seen: Observation) -> None:
+        """Look at one step."""
+
+    def finish(self) -> None:  # noqa: B027  # optional, not abstract
+        """Look once more at the end of the run; by default there is nothing left to look at."""
+
+    @abstractmethod
+    def untested(self) -> str:
+        """Why this run tested nothing, empty if it did."""
+
+    def violation(self, seen: Observation, text: str) -> None:
+        """Record a violation; the first one is kept in words."""
+        self.measured["violations"] += 1
+        if not self.first_violation:
+            self.first_violation, self.first_violation_step = f"step {seen.index}: {text}", seen.index
+
+    def verdict(self) -> Verdict:
+        """The outcome so far."""
+        reason = self.untested()
+        measured: dict[str, float | int | str] = dict(self.measured)
+        if self.first_violation:
+            status, summary = Status.FAILED, self.first_violation
+            measured["first_violation_step"] = str(self.first_violation_step)  # a place, not a count: never added up
+        elif reason:
+            status, summary = Status.MISTRUSTED, reason
+        else:
+            status, summary = Status.PASSED, self.meaning
+        return Verdict(check=self.name, status=status, summary=summary, measured=measured)
+
+
+def run_case(case: Case, target: Target, checks: Iterable[type[Check]]) -> list[Verdict]:
+    """Build every step of `case` on the target and on its twin, and let `checks` watch; one verdict each."""
+    applicable = [check() for check in checks if target.caches or not check.needs_cache]
+    session = target.open(case.dims, poison=TARGET_POISON)
+    twin = target.open(case.dims, rebuild=True, poison=TWIN_POISON)
+    for index, step in enumerate(case.steps):
+        try:
+            record = session.build(step)
+        except Exception as error:
+            return [_crashed(check, index, error) for check in checks]
+        seen = Observation(
+            index=index,
+            step=step,
+            dims=case.dims,
+            target=record,
+            twin=twin.build(step),
+            kv_lens_T=planner_lens(step, case.dims.topk),
+        )
+        for check in applicable:
+            check.measured["steps"] += 1
+            check.observe(seen)
+    for check in applicable:
+        check.finish()
+    verdicts = {check.name: check.verdict() for check in applicable}
+    return [verdicts.get(check.name) or _skipped(check) for check in checks]
+
+
+def _crashed(check: type[Check], index: int, error: Exception) -> Verdict:
+    """An exception of the target is a failure of whatever was being checked."""
+    summary = f"step {index}: the target raised {type(error).__name__}: {' '.join(str(error).split())}"
+    return Verdict(
+        check=check.name, status=Status.FAILED, summary=summary, measured={"first_violation_step": str(index)}
+    )
+
+
+def _skipped(check: type[Check]) -> Verdict:
+    return Verdict(check=check.name, status=Status.SKIPPED, summary="the target reuses no plan, so there is no cache")
+
+
+def merge(verdicts: Iterable[Verdict]) -> Verdict:
+    """One verdict for many runs of one check: FAILED if any failed, PASSED if any run was trusted; counts add up.
+
+    Raises:
+        ValueError: no verdict, or verdicts of different checks.
+    """
+    verdicts = list(verdicts)
+    if len({verdict.check for verdict in verdicts}) != 1:
+        raise ValueError("merge needs verdicts of exactly one check")
+    by_status = {verdict.status: verdict for verdict in reversed(verdicts)}
+    order = (Status.FAILED, Status.PASSED, Status.MISTRUSTED, Status.SKIPPED)
+    status = next(status for status in order if status in by_status)
+    measured: Counter[str] = Counter()
+    for verdict in verdicts:
+        measured.update({name: value for name, value in verdict.measured.items() if isinstance(value, int)})
+    first = by_status[status]
+    return Verdict(check=first.check, status=status, summary=first.summary, measured=dict(measured))

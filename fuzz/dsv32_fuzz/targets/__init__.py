@@ -1,1 +1,111 @@
-"""What can be put under test."""
+"""What can be put under test, behind one protocol.
+
+The in-tree path, an installed vLLM and a faulty twin are the same thing to a check: something that is opened for the
+dims of a case and then builds one step after another. A check compares a session with its always-rebuild twin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dsv32_fast.batch import StepBatch
+from dsv32_fast.options import Options
+from dsv32_fast.plan import PlanBuffers
+from dsv32_fuzz.case import Dims
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class PlannerInput:
+    """Every value that reaches `get_mla_metadata_v1`: each row's KV length and query length, and all scalars."""
+
+    kv_lens: IntArray
+    qo_lens: IntArray
+    scalars: tuple[tuple[str, object], ...]
+
+    def __eq__(self, other: object) -> bool:
+        """Equal lengths and equal scalars."""
+        return (
+            isinstance(other, PlannerInput)
+            and self.scalars == other.scalars
+            and np.array_equal(self.kv_lens, other.kv_lens)
+            and np.array_equal(self.qo_lens, other.qo_lens)
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # holds arrays
+
+    def difference(self, other: PlannerInput) -> str:
+        """Where two inputs differ, in words: a scalar, the row count, or the first row."""
+        ours, theirs = dict(self.scalars), dict(other.scalars)
+        for name in ours.keys() | theirs.keys():
+            if ours.get(name) != theirs.get(name):
+                return f"{name} {ours.get(name)} against {theirs.get(name)}"
+        if len(self.kv_lens) != len(other.kv_lens):
+            return f"{len(self.kv_lens)} rows against {len(other.kv_lens)}"
+        (rows,) = np.nonzero((self.kv_lens != other.kv_lens) | (self.qo_lens != other.qo_lens))
+        if not len(rows):
+            return "no difference"
+        row = int(rows[0])
+        return (
+            f"{len(rows)} of {len(self.kv_lens)} rows, first row {row}: "
+            f"KV length {self.kv_lens[row]} against {other.kv_lens[row]}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """What a target did in one step; the arrays are live views of its buffers, to be read before the next step.
+
+    Attributes:
+        launched: whether the planner ran.
+        planner_input: what reached it, None if it did not run.
+        key: what the target compares between steps, None if it has no cache or does not show it.
+        req_ids_N: int32 request id per row, the whole buffer.
+        kv_indptr_N1: int32 row pointers, the whole buffer.
+        kv_indices_NK: int32 physical slots, the whole buffer.
+        plan: the six plan buffers.
+    """
+
+    launched: bool
+    planner_input: PlannerInput | None
+    key: Hashable
+    req_ids_N: IntArray
+    kv_indptr_N1: IntArray
+    kv_indices_NK: IntArray
+    plan: PlanBuffers
+
+
+class Session(Protocol):
+    """One engine's lifetime of a target."""
+
+    def build(self, step: StepBatch) -> StepRecord:
+        """Build the metadata of one step."""
+
+
+class Target(Protocol):
+    """Something that can be put under test."""
+
+    @property
+    def name(self) -> str:
+        """Short name, as in a case."""
+
+    @property
+    def evidence(self) -> str:
+        """`emulated` or `hardware`."""
+
+    @property
+    def caches(self) -> bool:
+        """Whether the target reuses plans at all; False makes the cache checks SKIPPED."""
+
+    @property
+    def options(self) -> Options | None:
+        """Options of the in-tree path; None for a target whose options are what its code does."""
+
+    def open(self, dims: Dims, *, rebuild: bool = False, poison: int = 0) -> Session:
+        """Start an engine; `rebuild` gives the twin that plans every step, `poison` fills fresh plan buffers."""

@@ -1,0 +1,138 @@
+"""A campaign: a time-boxed run of every check over one target, told as a stream of events.
+
+The phases, in order: the recorded plans (is the emulated planner AITER's?), the proof by exhaustion (is the key exact
+in a small world?), independently seeded workload sequences (how often does a real schedule fail?), a search per traffic
+class (what is the smallest case that fails?), and the skip-rate table.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from dsv32_fuzz.case import Case, Dims
+from dsv32_fuzz.checks import Check, merge, run_case
+from dsv32_fuzz.checks.exhaustive import WORLDS_ANY_Q, WORLDS_Q1, prove_key
+from dsv32_fuzz.checks.hygiene import BufferHygiene
+from dsv32_fuzz.checks.planner import CacheTransparency, KeySufficiency, PlanCoverage, PlannerInputCheck
+from dsv32_fuzz.events import (
+    Event,
+    PhaseStarted,
+    Progress,
+    RunFinished,
+    SequencesChecked,
+    VerdictReached,
+)
+from dsv32_fuzz.explore import counterexample, explore
+from dsv32_fuzz.strategies import SCOPES
+from dsv32_fuzz.targets import Target
+from dsv32_fuzz.verdict import Status, Verdict
+from dsv32_fuzz.workload import PR42982_WORKLOAD, Workload, steps
+
+CHECKS: tuple[type[Check], ...] = (PlannerInputCheck, KeySufficiency, CacheTransparency, PlanCoverage, BufferHygiene)
+CHECKS_BY_NAME: dict[str, type[Check]] = {check.name: check for check in CHECKS}
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """How long the phases of a campaign take, in seconds."""
+
+    workload_seconds: float
+    fuzz_seconds: float
+    """Per traffic class."""
+    table_requests: int
+    """Requests served per row of the skip-rate table."""
+
+
+PROFILES: dict[str, Profile] = {
+    "ci": Profile(workload_seconds=6, fuzz_seconds=4, table_requests=128),
+    "signoff": Profile(workload_seconds=45, fuzz_seconds=12, table_requests=640),
+    "nightly": Profile(workload_seconds=900, fuzz_seconds=900, table_requests=640),
+}
+
+
+def sequence_workload(number: int) -> Workload:
+    """The workload of sequence `number`: the PR's own, varied along the axes that change the metadata's shape."""
+    return msgspec.structs.replace(
+        PR42982_WORKLOAD,
+        num_requests=96,
+        length_spread=(0.0, 0.1)[number % 2],
+        max_num_batched_tokens=(8192, 2048, 4096)[number % 3],
+        concurrency=(64, 64, 16, 64, 1)[number % 5],
+        mtp_depth=(0, 0, 0, 1, 3)[(number // 2) % 5],
+        preempt_rate=(0.0, 0.002)[(number // 3) % 2],
+        output_len=(500, 200)[(number // 4) % 2],
+    )
+
+
+def campaign(target: Target, profile: Profile, *, run_seed: int) -> Iterator[Event]:
+    """Run every phase; the last event is `RunFinished`. Ctrl-C ends it early, with what is finished told."""
+    started, interrupted = time.monotonic(), False
+    try:
+        yield from _proof(target)
+        yield from _workload(target, profile.workload_seconds, run_seed)
+        for scope in SCOPES:
+            title = f"search {scope.replace('_', ' ')} traffic"
+            yield PhaseStarted(phase=f"fuzz:{scope}", title=title, seconds=profile.fuzz_seconds)
+            yield from explore(target, scope, CHECKS, run_seed=run_seed, seconds=profile.fuzz_seconds)
+    except KeyboardInterrupt:
+        interrupted = True
+    yield RunFinished(seconds=time.monotonic() - started, interrupted=interrupted)
+
+
+def _proof(target: Target) -> Iterator[Event]:
+    yield PhaseStarted(phase="proof", title="prove the key by exhaustion in a small world")
+    for scope, worlds in (("decode", WORLDS_Q1), ("any_query_length", WORLDS_ANY_Q)):
+        verdict, _ = prove_key(target, worlds)
+        yield VerdictReached(phase="proof", scope=scope, verdict=verdict)
+        yield Progress(phase="proof", done=0.5 if scope == "decode" else 1.0, text=verdict.summary)
+
+
+def _workload(target: Target, seconds: float, run_seed: int) -> Iterator[Event]:
+    """Whole serving runs, each from its own seed, checked step by step until the time is up; at least one."""
+    phase = "workload"
+    yield PhaseStarted(phase=phase, title="check whole serving runs of the PR's workload", seconds=seconds)
+    totals: dict[str, Verdict] = {}
+    started, number, failed, batches = time.monotonic(), 0, 0, 0
+    while number == 0 or time.monotonic() < started + seconds:
+        workload = sequence_workload(number)
+        sequence = [scheduled.batch for scheduled in steps(workload, run_seed + number)]
+        case = Case(
+            check="",
+            scope=phase,
+            target=target.name,
+            options=target.options,
+            dims=Dims(max_num_batched_tokens=workload.max_num_batched_tokens),
+            steps=tuple(sequence),
+            note=f"workload sequence {number} of seed {run_seed}",
+        )
+        verdicts = run_case(case, target, CHECKS)
+        for verdict in verdicts:
+            if verdict.status is Status.FAILED and not _failed(totals, verdict.check):
+                yield counterexample(_window(case, target, verdict), target, CHECKS)
+            totals[verdict.check] = merge([totals[verdict.check], verdict]) if verdict.check in totals else verdict
+        number, batches = number + 1, batches + len(sequence)
+        failed += any(verdict.status is Status.FAILED for verdict in verdicts)
+        done = min(1.0, (time.monotonic() - started) / seconds) if seconds else 1.0
+        yield Progress(phase=phase, done=done, text=f"{number} sequences, {batches} step batches, {failed} failed")
+    for verdict in totals.values():
+        yield VerdictReached(phase=phase, scope=phase, verdict=verdict)
+    yield SequencesChecked(sequences=number, failed=failed, step_batches=batches)
+
+
+def _failed(totals: dict[str, Verdict], check: str) -> bool:
+    return check in totals and totals[check].status is Status.FAILED
+
+
+def _window(case: Case, target: Target, verdict: Verdict) -> Case:
+    """The shortest end of the run up to the first violation that still fails, most often two steps."""
+    check = CHECKS_BY_NAME[verdict.check]
+    last = int(verdict.measured["first_violation_step"])
+    length = 2
+    while length <= last:
+        window = msgspec.structs.replace(case, check=check.name, steps=case.steps[last + 1 - length : last + 1])
+        if run_case(window, target, [check])[0].status is Status.FAILED:
+            return window
+        length *= 2
+    return msgspec.structs.replace(case, check=check.name, steps=case.steps[: last + 1])

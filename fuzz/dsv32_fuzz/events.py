@@ -1,0 +1,74 @@
+"""The event stream of a run. Whoever wants to show or keep something subscribes to it; nobody calls back into a run.
+
+Every event is a tagged record that survives JSON, so a journal of events is a complete record of a run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from dsv32_fuzz.case import Case
+from dsv32_fuzz.verdict import Verdict
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all events."""
+
+
+class PhaseStarted(Event, frozen=True, kw_only=True):
+    """A part of the run begins; `seconds` is its time budget, 0 if it takes what it takes."""
+
+    phase: str
+    title: str
+    seconds: float = 0.0
+
+
+class Progress(Event, frozen=True, kw_only=True):
+    """How far a phase is: `done` of 1, and a short text."""
+
+    phase: str
+    done: float
+    text: str
+
+
+class VerdictReached(Event, frozen=True, kw_only=True):
+    """A check's verdict over everything that a phase ran in one scope (traffic class)."""
+
+    phase: str
+    scope: str
+    verdict: Verdict
+
+
+class CounterexampleFound(Event, frozen=True, kw_only=True):
+    """A shrunk case on which a check fails, and what every other check says of it."""
+
+    case: Case
+    summary: str
+    verdicts: list[Verdict]
+
+
+class SequencesChecked(Event, frozen=True, kw_only=True):
+    """Independently seeded workload sequences, the unit of the failure-rate bound."""
+
+    sequences: int
+    failed: int
+    step_batches: int
+
+
+class TableMade(Event, frozen=True, kw_only=True):
+    """Rows for the report, already plain data."""
+
+    name: str
+    rows: list[dict[str, Any]]
+
+
+class RunFinished(Event, frozen=True, kw_only=True):
+    """The last event; `interrupted` if the user stopped the run."""
+
+    seconds: float
+    interrupted: bool = False
+
+
+AnyEvent = PhaseStarted | Progress | VerdictReached | CounterexampleFound | SequencesChecked | TableMade | RunFinished

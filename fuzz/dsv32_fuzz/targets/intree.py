@@ -1,0 +1,116 @@
+"""The in-tree optimised path as a target: `dsv32_fast.metadata.MetadataBuilder` on the emulated planner."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from dsv32_fast.batch import StepBatch
+from dsv32_fast.kernels import MetadataKernels, emulated
+from dsv32_fast.kernels.emulated.device import MI355X, DeviceProperties, emulated_device
+from dsv32_fast.metadata import BuilderConfig, MetadataBuilder
+from dsv32_fast.options import Options
+from dsv32_fuzz.case import Dims
+from dsv32_fuzz.targets import PlannerInput, Session, StepRecord
+
+_TENSORS = ("seqlens_qo_indptr", "seqlens_kv_indptr", "kv_last_page_lens")
+_BUFFERS = (
+    "work_metadata_ptrs",
+    "work_info_set",
+    "work_indptr",
+    "reduce_indptr",
+    "reduce_final_map",
+    "reduce_partial_map",
+)
+
+
+@dataclass
+class RecordingKernels:
+    """Passes every call on and keeps what reached the planner since `take` was last called."""
+
+    kernels: MetadataKernels
+    _last: PlannerInput | None = None
+    _signature: inspect.Signature = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Read the signature once; binding a call to it names its positional arguments."""
+        self._signature = inspect.signature(self.kernels.get_mla_metadata_v1)
+
+    def get_mla_metadata_info_v1(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, torch.dtype], ...]:
+        """Passed on unchanged."""
+        return self.kernels.get_mla_metadata_info_v1(*args, **kwargs)
+
+    def get_mla_metadata_v1(self, *args: Any, **kwargs: Any) -> None:
+        """Record the input, then plan."""
+        arguments = self._signature.bind(*args, **kwargs).arguments
+        qo_indptr, kv_indptr = (arguments[name].cpu().numpy() for name in _TENSORS[:2])
+        scalars = tuple((k, v) for k, v in arguments.items() if k not in _TENSORS and k not in _BUFFERS)
+        self._last = PlannerInput(np.diff(kv_indptr), np.diff(qo_indptr), scalars)
+        self.kernels.get_mla_metadata_v1(*args, **kwargs)
+
+    def take(self) -> PlannerInput | None:
+        """The input of the call since the last `take`, None if there was none."""
+        taken, self._last = self._last, None
+        return taken
+
+
+@dataclass
+class _InTreeSession:
+    builder: MetadataBuilder
+    kernels: RecordingKernels
+    device: DeviceProperties
+
+    def build(self, step: StepBatch) -> StepRecord:
+        builder = self.builder
+        with emulated_device(self.device):
+            builder.build(step)
+        planner_input = self.kernels.take()
+        return StepRecord(
+            launched=planner_input is not None,
+            planner_input=planner_input,
+            key=builder.last_key,
+            req_ids_N=builder.req_id_per_token_N.numpy(),
+            kv_indptr_N1=builder.paged_kv_indptr_N1.numpy(),
+            kv_indices_NK=builder.paged_kv_indices_NK.numpy(),
+            plan=builder.plan,
+        )
+
+
+@dataclass(frozen=True)
+class InTreeTarget:
+    """The optimised path with the given options."""
+
+    options: Options
+    name: str = "in-tree"
+    evidence: str = "emulated"
+
+    @property
+    def caches(self) -> bool:
+        """Every key policy but `none` reuses plans."""
+        return self.options.key != "none"
+
+    def open(self, dims: Dims, *, rebuild: bool = False, poison: int = 0) -> Session:
+        """A fresh builder whose uninitialised plan buffers hold `poison`."""
+        kernels = RecordingKernels(emulated)
+        # The twin is for the plan; its buffers are not looked at, so it takes the cheap clear.
+        options = msgspec.structs.replace(self.options, key="none", clear="tail") if rebuild else self.options
+        kv_dtype = torch.bfloat16 if dims.kv_dtype == "bf16" else torch.float8_e4m3fn
+        config = BuilderConfig(
+            num_heads=dims.num_heads,
+            topk=dims.topk,
+            max_num_batched_tokens=dims.max_num_batched_tokens,
+            compute_units=dims.compute_units,
+            q_dtype=kv_dtype,
+            kv_dtype=kv_dtype,
+        )
+        device = replace(MI355X, compute_units=dims.compute_units)
+        with emulated_device(device):
+            builder = MetadataBuilder(config=config, options=options, kernels=kernels)
+        for buffer in builder.plan:
+            (buffer.view(torch.int64) if buffer.dtype == torch.uint64 else buffer).fill_(poison)
+        return _InTreeSession(builder, kernels, device)

@@ -1,0 +1,155 @@
+"""The `dsv32` command. It only wires: it starts campaigns and replays, and subscribes to their events.
+
+Exit codes of every command: 0 GO or clean; 1 NO-GO or a finding; 2 usage or bad input; 3 INCONCLUSIVE (nothing was
+compared, a check is MISTRUSTED, required evidence is missing); 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, NoReturn, ParamSpec
+
+import msgspec
+import typer
+from rich.console import Console
+
+from dsv32_fast.options import PRESETS, describe, resolve
+from dsv32_fuzz.campaign import PROFILES, campaign
+from dsv32_fuzz.case import load_case
+from dsv32_fuzz.replay import replay_case
+from dsv32_fuzz.targets.intree import InTreeTarget
+from dsv32_fuzz.verdict import Status, Verdict, worst
+from dsv32_reports import signoff as signoff_run
+from dsv32_reports.model import EXIT_CODES, EXIT_INTERRUPTED, EXIT_USAGE
+from dsv32_reports.terminal import ProgressListener, print_report
+
+P = ParamSpec("P")
+
+EXIT_OF_STATUS = {Status.PASSED: 0, Status.FAILED: 1, Status.MISTRUSTED: 3, Status.SKIPPED: 3}
+
+app = typer.Typer(
+    help=__doc__,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench = typer.Typer(help="Benchmarks: ratios measured in one run, never verdicts.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+OptionsName = Annotated[str, typer.Option("--options", help=f"Options of the optimised path: {', '.join(PRESETS)}.")]
+Assignments = Annotated[
+    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Set one field of the options, e.g. bias=fp32.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+def fail(message: str) -> NoReturn:
+    """One line on standard error, exit 2."""
+    print(f"dsv32: error: {' '.join(message.split())}", file=sys.stderr)
+    raise typer.Exit(EXIT_USAGE)
+
+
+def command(function: Callable[P, int]) -> Callable[P, None]:
+    """Turn a function that returns an exit code into a command with the suite's errors and exit codes."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            code = function(*args, **kwargs)
+        except KeyboardInterrupt:
+            print("dsv32: interrupted", file=sys.stderr)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        except ValueError as error:
+            fail(str(error))
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            fail(f"{where}{error.strerror}; free space or choose another place, then run the command again")
+        raise typer.Exit(code)
+
+    return run
+
+
+@app.command()
+@command
+def signoff(
+    options: OptionsName = "pr47766",
+    set_: Assignments = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the bundle; default ./signoff-<id>/.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of everything that is drawn.")] = 0,
+    profile: Annotated[str, typer.Option(help=f"How long it takes: {', '.join(PROFILES)}.")] = "signoff",
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the verdict and the report's path.")] = False,
+    json: Json = False,
+) -> int:
+    """Check the optimised path on the PR's workload and by fuzzing, and write a report with a verdict.
+
+    Exit 0 GO, 1 NO-GO, 3 INCONCLUSIVE, 2 bad usage, 130 interrupted (what was found until then is in the report).
+    """
+    if profile not in PROFILES:
+        raise ValueError(f"unknown profile {profile!r}; choose one of {', '.join(PROFILES)}")
+    target = InTreeTarget(resolve(options, tuple(set_ or ())))
+    run_id = signoff_run.new_id(describe(target.options))
+    folder = out or Path(f"signoff-{run_id}")
+    signoff_run.prepare_folder(folder)
+    started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    listener = ProgressListener(Console(stderr=True, quiet=quiet))
+    try:
+        evidence = signoff_run.collect(campaign(target, PROFILES[profile], run_seed=seed), folder, [listener])
+    finally:
+        listener.close()
+    report = signoff_run.make_report(evidence, target, run_id=run_id, seed=seed, profile=profile, started=started)
+    signoff_run.write_bundle(report, folder)
+    if json:
+        print(msgspec.json.encode(report).decode())
+    else:
+        print_report(report, folder, Console(soft_wrap=False), quiet=quiet)
+    interrupted = evidence.finished is None or evidence.finished.interrupted
+    return EXIT_INTERRUPTED if interrupted else EXIT_CODES[report.outcome]
+
+
+@app.command()
+@command
+def replay(
+    files: Annotated[list[Path], typer.Argument(help="Case files that a run saved.", show_default=False)],
+    options: Annotated[
+        str | None, typer.Option("--options", help=f"Other options than the case's own: {', '.join(PRESETS)}.")
+    ] = None,
+    set_: Assignments = None,
+    json: Json = False,
+) -> int:
+    """Run saved cases again, with their own options or with others.
+
+    Exit 0 if every case passes, 1 if one still fails, 3 if one tested nothing, 2 for a file that is no case.
+    """
+    override = resolve(options, tuple(set_ or ())) if options else None
+    if set_ and not options:
+        raise ValueError("--set changes the options of a preset; give --options as well")
+    cases = [(path, load_case(path)) for path in files]
+    verdicts: list[Verdict] = []
+    for path, case in cases:
+        verdict, text = replay_case(case, override)
+        verdicts.append(verdict)
+        if not json:
+            print(f"{verdict.status.value} {verdict.check} with {text}: {path}\n  {verdict.summary}")
+    if json:
+        print(
+            msgspec.json.encode(
+                [{"file": str(p), "verdict": v} for (p, _), v in zip(cases, verdicts, strict=True)]
+            ).decode()
+        )
+    return EXIT_OF_STATUS[worst([verdict.status for verdict in verdicts])]
+
+
+def _terminate(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def main() -> None:
+    """Entry point of the console script; a polite kill is an interrupt, so that what was found is written."""
+    signal.signal(signal.SIGTERM, _terminate)
+    app()

@@ -1,0 +1,103 @@
+"""From verdicts to gates, and from gates to the outcome.
+
+A gate fails if any scope failed, and is MISTRUSTED if it was never reached: what could not run is never a GO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dsv32_fuzz.events import VerdictReached
+from dsv32_fuzz.verdict import Status, worst
+from dsv32_reports.model import Gate, Outcome, ScopeLine
+
+GATES: dict[str, tuple[str, str, frozenset[str]]] = {
+    "planner": (
+        "Emulated planner",
+        "the emulated get_mla_metadata_v1 equals AITER's recorded plans, unwritten entries included",
+        frozenset({"recorded_plans"}),
+    ),
+    "input": (
+        "Planner input",
+        "the KV length of every row that reaches the planner is the one the step asks for",
+        frozenset({"planner_input"}),
+    ),
+    "key": (
+        "Metadata key",
+        "equal key implies equal planner input, so a plan is only reused for the rows it was made for",
+        frozenset({"key_sufficiency", "key_exhaustive"}),
+    ),
+    "cache": (
+        "Cache transparency",
+        "a run with the cache gives the kernels the same plan, bit for bit, as a run that always rebuilds",
+        frozenset({"cache_transparency"}),
+    ),
+    "plan": (
+        "Plan coverage",
+        "the work items in the buffers cover every row's KV range exactly once",
+        frozenset({"plan_coverage"}),
+    ),
+    "hygiene": (
+        "Buffer hygiene",
+        "nothing stale lies past the extent of a step, so a padded or replayed row reads zeros",
+        frozenset({"buffer_hygiene"}),
+    ),
+}
+
+NOT_JUDGED = (
+    "bf16 router precision: expert choices are not checked yet, so neither bf16 logits nor bf16 bias is judged",
+    "attention numerics: the decode kernels do not run yet; plans are judged, attention outputs are not",
+    "latency: nothing is timed; the claimed 41.522 to 40.234 ms per step is neither confirmed nor refuted",
+    "hardware: no MI355X was used; every kernel is an emulation on the CPU",
+)
+
+SCOPE_TITLES = {
+    "decode": "decode, q = 1 throughout",
+    "mtp_decode": "pure MTP decode, q > 1",
+    "chunked_prefill": "chunked prefill",
+    "mixed": "mixed batches, padding, idle and capture builds",
+    "any_query_length": "any query lengths",
+    "workload": "serving runs of the PR's workload",
+    "recordings": "recordings of AITER e404860",
+}
+
+
+def make_gates(reached: Sequence[VerdictReached]) -> list[Gate]:
+    """Every gate of the policy; one without a verdict is MISTRUSTED."""
+    return [_gate(name, reached) for name in GATES]
+
+
+def _gate(name: str, reached: Sequence[VerdictReached]) -> Gate:
+    title, meaning, checks = GATES[name]
+    lines = [
+        ScopeLine(
+            scope=_scope_text(event),
+            status=event.verdict.status,
+            summary=event.verdict.summary,
+            measured=event.verdict.measured,
+        )
+        for event in reached
+        if event.verdict.check in checks
+    ]
+    status = worst([line.status for line in lines])
+    return Gate(name=name, title=title, status=status, meaning=meaning, lines=lines)
+
+
+def _scope_text(event: VerdictReached) -> str:
+    how = {"proof": "by exhaustion", "workload": "", "golden": ""}.get(event.phase.partition(":")[0], "fuzzed")
+    title = SCOPE_TITLES.get(event.scope, event.scope)
+    return f"{title} ({how})" if how else title
+
+
+def decide(gates: Sequence[Gate], *, interrupted: bool) -> tuple[Outcome, str]:
+    """The outcome and its reason in one line; failures outrank everything, then what could not be judged."""
+    failed = [gate.title for gate in gates if gate.status is Status.FAILED]
+    unclear = [gate.title for gate in gates if gate.status is Status.MISTRUSTED]
+    passed = [gate.title for gate in gates if gate.status is Status.PASSED]
+    if failed:
+        return Outcome.NO_GO, f"failed: {', '.join(failed)}"
+    if interrupted:
+        return Outcome.INCONCLUSIVE, "interrupted before every check had run"
+    if unclear or not passed:
+        return Outcome.INCONCLUSIVE, f"nothing was really tested by: {', '.join(unclear) or 'any gate'}"
+    return Outcome.GO, f"{len(passed)} gates passed: {', '.join(passed)}"

@@ -1,0 +1,88 @@
+"""The report: what a sign-off writes to report.json, and what every page shows."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Literal
+
+import msgspec
+
+from dsv32_fast.options import Options
+from dsv32_fuzz.verdict import Status
+
+
+class Outcome(str, enum.Enum):
+    """The three answers of a sign-off."""
+
+    GO = "GO"
+    NO_GO = "NO-GO"
+    INCONCLUSIVE = "INCONCLUSIVE"
+
+
+EXIT_CODES = {Outcome.GO: 0, Outcome.NO_GO: 1, Outcome.INCONCLUSIVE: 3}
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+class ScopeLine(msgspec.Struct, frozen=True, kw_only=True):
+    """What one gate found in one scope: a traffic class, the workload, or the proof by exhaustion."""
+
+    scope: str
+    status: Status
+    summary: str
+    measured: dict[str, float | int | str]
+
+
+class Gate(msgspec.Struct, frozen=True, kw_only=True):
+    """One requirement of the sign-off, with everything that was found about it."""
+
+    name: str
+    title: str
+    status: Status
+    meaning: str
+    lines: list[ScopeLine]
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """A counterexample that was saved, and the command that shows it again."""
+
+    check: str
+    scope: str
+    summary: str
+    classification: str
+    steps: list[str]
+    file: str
+    command: str
+
+
+class Sequences(msgspec.Struct, frozen=True, kw_only=True):
+    """The workload sequences as trials; the unit of the bound is the sequence, never a generated example."""
+
+    sequences: int
+    failed: int
+    step_batches: int
+    failure_rate_upper_bound: float
+    confidence: float = 0.95
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a sign-off says."""
+
+    format: Literal["dsv32-report/1"] = "dsv32-report/1"
+    id: str
+    outcome: Outcome
+    reason: str
+    evidence: str
+    target: str
+    options: Options | None
+    options_text: str
+    started: str
+    seconds: float
+    seed: int
+    profile: str
+    gates: list[Gate]
+    findings: list[Finding]
+    sequences: Sequences | None
+    tables: dict[str, list[dict[str, Any]]]
+    not_judged: list[str]
+    fingerprint: dict[str, str]
