@@ -16,6 +16,7 @@ import torch
 
 IntArray = npt.NDArray[np.int32]
 BufferSpec = tuple[Any, torch.dtype]
+SixTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class PlanBuffers(NamedTuple):
@@ -37,9 +38,10 @@ class PlanBuffers(NamedTuple):
     reduce_partial_map: torch.Tensor
     """int32 [R]: row of the partial buffer that each partial starts at."""
 
-    def call_order(self) -> tuple[torch.Tensor, ...]:
+    def call_order(self) -> SixTensors:
         """The buffers in the order of `get_mla_metadata_v1`'s arguments: work_info_set comes before work_indptr."""
-        return (self.work_metadata_ptrs, self.work_info_set, self.work_indptr, *self[3:])
+        pointers, indptr, works, reduces, final, partial = self
+        return pointers, works, indptr, reduces, final, partial
 
 
 class ConsumerView(NamedTuple):

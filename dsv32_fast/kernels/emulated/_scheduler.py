@@ -15,11 +15,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from dsv32_fast.compiled import njit
+from dsv32_fast.compiled import int32_array, int64_array, njit
 
 Ints = npt.NDArray[np.int32]
 
-OK, KV_START, KV_ORDER, QO_ORDER, QO_OUT_OF_RANGE, TOO_MANY_BLOCKS, TOO_FAR = range(7)
+OK, KV_START, KV_ORDER, QO_ORDER, QO_OUT_OF_RANGE, TOO_MANY_BLOCKS, TOO_FAR, OUT_OF_UNITS = range(8)
 _INT32_MAX = 2**31 - 1
 
 
@@ -64,15 +64,29 @@ def _fill_tail(values: Ints, first: int, value: int) -> None:
 
 
 @njit
+def _close_unit(work_indptr: Ints, cu: int, works: int) -> int:
+    """The next unit; the last one is never closed while a tile is left, and nothing is written if it is."""
+    if cu + 2 < len(work_indptr):
+        work_indptr[cu + 1] = works
+    return cu + 1
+
+
+@njit
 def schedule(
-    qo_indptr: Ints,
-    kv_indptr: Ints,
-    last_page_lens: Ints,
-    work_indptr: Ints,
-    work_info: Ints,
-    reduce_indptr: Ints,
-    final_map: Ints,
-    partial_map: Ints,
+    batches: int,
+    qo_address: int,
+    kv_address: int,
+    last_page_lens_address: int,
+    ptrs_address: int,
+    works_address: int,
+    num_works: int,
+    work_indptr_address: int,
+    reduce_indptr_address: int,
+    reduce_size: int,
+    final_map_address: int,
+    num_final: int,
+    partial_map_address: int,
+    num_partial: int,
     num_cu: int,
     num_splits: int,
     ratio: int,
@@ -90,10 +104,19 @@ def schedule(
 ) -> tuple[int, int, int, int, int, int]:
     """Fill the plan; (status, index of the fault, works, tiles, last split tile + 1, partials).
 
-    qo_indptr, kv_indptr int32 [B + 1], last_page_lens int32 [>= B] (read for page_size > 1), buffers as in
-    `PlanBuffers`, scalars as in `LaunchRules`. On any status but OK nothing has been written.
+    The addresses are of qo_indptr and kv_indptr int32 [batches + 1], last_page_lens int32 [batches] (read for
+    page_size > 1) and the buffers of `PlanBuffers`, work_indptr having at least num_cu + 1 entries; the other scalars
+    are those of `LaunchRules`. On any status but OK nothing has been written
+    (OUT_OF_UNITS, which the argument above excludes, apart).
     """
-    batches = len(kv_indptr) - 1
+    qo_indptr = int32_array(qo_address, (batches + 1,))
+    kv_indptr = int32_array(kv_address, (batches + 1,))
+    last_page_lens = int32_array(last_page_lens_address, (batches,))
+    work_info = int32_array(works_address, (num_works, 8))
+    work_indptr = int32_array(work_indptr_address, (num_cu + 1,))
+    reduce_indptr = int32_array(reduce_indptr_address, (reduce_size,))
+    final_map = int32_array(final_map_address, (num_final, 2))
+    partial_map = int32_array(partial_map_address, (num_partial,))
     # The sparse planner takes the first request's query length for everyone's.
     ori = np.int64(qo_indptr[1]) - np.int64(qo_indptr[0]) if sparse else 1
     rows_per_batch = ori * ratio
@@ -112,6 +135,8 @@ def schedule(
     payload = (cost + num_splits - 1) // num_splits + overhead
     round_up = (1 << log2_granularity) - 1
     room, cu, works, tile, split_end, partials, partial_qo = payload, 0, 0, 0, 0, 0, 0
+    ptrs = int64_array(ptrs_address, (2,))
+    ptrs[0], ptrs[1] = work_indptr_address, works_address
     work_indptr[0] = 0
     reduce_indptr[0] = 0
     for b in range(batches):
@@ -149,8 +174,7 @@ def schedule(
                     take = room - overhead
                     done = take >= left
                     if not done and take <= 0:
-                        cu += 1
-                        work_indptr[cu] = works
+                        cu = _close_unit(work_indptr, cu, works)
                         room = payload
                         continue
                     if not done and page_size == 1:
@@ -188,8 +212,7 @@ def schedule(
                     left -= take
                     room -= take + overhead
                     if not done:
-                        cu += 1
-                        work_indptr[cu] = works
+                        cu = _close_unit(work_indptr, cu, works)
                         room = payload
                 if pieces:
                     if tile < len(final_map):
@@ -201,6 +224,8 @@ def schedule(
                 tile += 1
                 if tile < len(reduce_indptr):
                     reduce_indptr[tile] = partials
-    _fill_tail(work_indptr[: num_cu + 1], cu + 1, works)
+    if cu >= num_cu:
+        return OUT_OF_UNITS, cu, 0, 0, 0, 0
+    _fill_tail(work_indptr, cu + 1, works)
     _fill_tail(reduce_indptr, tile + 1, partials)
     return OK, 0, works, tile, split_end, partials

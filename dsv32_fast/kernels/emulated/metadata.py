@@ -16,13 +16,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from dsv32_fast.kernels.emulated.device import current_device
 from dsv32_fast.kernels.emulated.launch import (
-    LaunchRules,
     MlaVersion,
     UndefinedInAiter,
     UnsupportedPlanner,
@@ -34,7 +31,18 @@ from dsv32_fast.kernels.emulated.launch import (
 if TYPE_CHECKING:
     from types import ModuleType
 
-_INT32, _UINT64 = torch.int32, torch.uint64
+# Name, dtype and columns (0 for one dimension), in the order of `_check_tensors`'s call.
+_TENSORS = (
+    ("seqlens_qo_indptr", torch.int32, 0),
+    ("seqlens_kv_indptr", torch.int32, 0),
+    ("kv_last_page_lens", torch.int32, 0),
+    ("work_metadata_ptrs", torch.uint64, 0),
+    ("work_info_set", torch.int32, 8),
+    ("work_indptr", torch.int32, 0),
+    ("reduce_indptr", torch.int32, 0),
+    ("reduce_final_map", torch.int32, 2),
+    ("reduce_partial_map", torch.int32, 0),
+)
 
 
 def get_mla_metadata_v1(
@@ -83,24 +91,26 @@ def get_mla_metadata_v1(
         UnsupportedPlanner: fast_mode=False (v1_1, or v1_0 with intra_batch_mode), mla_version V40, or a rope dtype
             that differs from the nope dtype.
     """
-    qo = _array("seqlens_qo_indptr", seqlens_qo_indptr, 1)
-    kv = _array("seqlens_kv_indptr", seqlens_kv_indptr, 1)
-    pages = _array("kv_last_page_lens", kv_last_page_lens, 1)
-    ptrs = _array("work_metadata_ptrs", work_metadata_ptrs, 1, _UINT64)
-    works = _array("work_info_set", work_info_set, 2)
-    indptr = _array("work_indptr", work_indptr, 1)
-    reduces = _array("reduce_indptr", reduce_indptr, 1)
-    final = _array("reduce_final_map", reduce_final_map, 2)
-    partial = _array("reduce_partial_map", reduce_partial_map, 1)
-    batches = len(qo) - 1
-    if batches < 0 or len(kv) != batches + 1 or len(pages) < batches:
+    _check_tensors(
+        seqlens_qo_indptr,
+        seqlens_kv_indptr,
+        kv_last_page_lens,
+        work_metadata_ptrs,
+        work_info_set,
+        work_indptr,
+        reduce_indptr,
+        reduce_final_map,
+        reduce_partial_map,
+    )
+    batches = seqlens_qo_indptr.numel() - 1
+    if batches < 0 or seqlens_kv_indptr.numel() != batches + 1 or kv_last_page_lens.numel() < batches:
         raise ValueError(
-            f"seqlens_qo_indptr, seqlens_kv_indptr and kv_last_page_lens have {len(qo)}, {len(kv)} and {len(pages)} "
-            "entries; B rows need B + 1, B + 1 and B"
+            f"seqlens_qo_indptr, seqlens_kv_indptr and kv_last_page_lens have {batches + 1}, "
+            f"{seqlens_kv_indptr.numel()} and {kv_last_page_lens.numel()} entries; B rows need B + 1, B + 1 and B"
         )
     heads = num_heads_per_head_k * num_heads_k
     if not fast_mode or mla_version != MlaVersion.V32:
-        _refuse_planner(fast_mode, intra_batch_mode, mla_version, batches, heads, len(reduces))
+        _refuse_planner(fast_mode, intra_batch_mode, mla_version, batches, heads, reduce_indptr.numel())
     q = _one_dtype("q", dtype_q, dtype_q_nope, dtype_q_rope)
     k = _one_dtype("kv", dtype_kv, dtype_kv_nope, dtype_kv_rope)
     rules = launch_rules(
@@ -121,17 +131,32 @@ def get_mla_metadata_v1(
         env_flag("AITER_ENABLE_EXPERIMENTAL", 0),
         env_flag("AITER_MLA_META_USE_PARALLEL", 1),
     )
-    _check_fixed_sizes(rules, ptrs, indptr, works, reduces, final)
+    if work_indptr.numel() <= rules.num_cu:
+        raise ValueError(
+            f"work_indptr has {work_indptr.numel()} entries; {rules.num_cu} compute units need {rules.num_cu + 1}"
+        )
+    sizes = (
+        work_info_set.numel() // 8,
+        reduce_indptr.numel(),
+        reduce_final_map.numel() // 2,
+        reduce_partial_map.numel(),
+    )
     scheduler = _scheduler()
-    status, where, *needed = scheduler.schedule(
-        qo,
-        kv,
-        pages,
-        indptr,
-        works,
-        reduces,
-        final,
-        partial,
+    status, where, works, tiles, split_end, partials = scheduler.schedule(
+        batches,
+        seqlens_qo_indptr.data_ptr(),
+        seqlens_kv_indptr.data_ptr(),
+        kv_last_page_lens.data_ptr(),
+        work_metadata_ptrs.data_ptr(),
+        work_info_set.data_ptr(),
+        sizes[0],
+        work_indptr.data_ptr(),
+        reduce_indptr.data_ptr(),
+        sizes[1],
+        reduce_final_map.data_ptr(),
+        sizes[2],
+        reduce_partial_map.data_ptr(),
+        sizes[3],
         rules.num_cu,
         rules.num_splits,
         rules.qk_batch_ratio,
@@ -148,10 +173,9 @@ def get_mla_metadata_v1(
         kv_granularity.bit_length() - 1,
     )
     if status:
-        _raise_status(scheduler, status, where, kv)
-    ptrs[0], ptrs[1] = work_indptr.data_ptr(), work_info_set.data_ptr()
-    if needed[0] > len(works) or needed[1] >= len(reduces) or needed[2] > len(final) or needed[3] > len(partial):
-        _raise_overflow(needed, (works, reduces, final, partial))
+        _raise_status(scheduler, status, where)
+    if works > sizes[0] or tiles >= sizes[1] or split_end > sizes[2] or partials > sizes[3]:
+        _raise_overflow((works, tiles + 1, split_end, partials), sizes)
 
 
 _scheduler_module: ModuleType | None = None
@@ -167,16 +191,28 @@ def _scheduler() -> ModuleType:
     return _scheduler_module
 
 
-def _array(name: str, tensor: torch.Tensor, dims: int, dtype: torch.dtype = _INT32) -> npt.NDArray[Any]:
-    """The tensor's memory; AITER passes addresses on, so the layout must be the plain one."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is {type(tensor).__name__}; pass a torch tensor")
-    if tensor.dtype is not dtype or tensor.dim() != dims or not tensor.is_contiguous() or not tensor.is_cpu:
+def _check_tensors(*tensors: torch.Tensor) -> None:
+    """AITER passes addresses on, so every tensor must be of the plain layout."""
+    for tensor, (name, dtype, columns) in zip(tensors, _TENSORS, strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is {type(tensor).__name__}; pass a torch tensor")
+        if (
+            tensor.dtype is not dtype
+            or tensor.dim() != (2 if columns else 1)
+            or not tensor.is_contiguous()
+            or not tensor.is_cpu
+            or (columns and tensor.shape[1] != columns)
+        ):
+            raise ValueError(
+                f"{name} is {'' if tensor.is_contiguous() else 'non-contiguous '}{tensor.dtype} of shape "
+                f"{tuple(tensor.shape)} on {tensor.device}; pass a contiguous CPU tensor of {dtype} and shape "
+                f"{f'[n, {columns}]' if columns else '[n]'}"
+            )
+    if tensors[3].numel() != 2 or not tensors[6].numel():
         raise ValueError(
-            f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
-            f"{'' if tensor.is_contiguous() else ', not contiguous'}; pass a contiguous {dims}-D {dtype} CPU tensor"
+            f"work_metadata_ptrs and reduce_indptr have {tensors[3].numel()} and {tensors[6].numel()} elements; they "
+            "need 2, and one more than there are query tiles"
         )
-    return tensor.numpy()
 
 
 def _one_dtype(
@@ -215,46 +251,27 @@ def _refuse_planner(
     raise UnsupportedPlanner("fast_mode=False (planner v1_1) is not emulated; pass fast_mode=True")
 
 
-def _check_fixed_sizes(
-    rules: LaunchRules,
-    ptrs: npt.NDArray[np.uint64],
-    indptr: npt.NDArray[np.int32],
-    works: npt.NDArray[np.int32],
-    reduces: npt.NDArray[np.int32],
-    final: npt.NDArray[np.int32],
-) -> None:
-    if len(ptrs) != 2:
-        raise ValueError(f"work_metadata_ptrs has {len(ptrs)} elements; it needs 2")
-    if len(indptr) <= rules.num_cu:
-        raise ValueError(f"work_indptr has {len(indptr)} entries; {rules.num_cu} compute units need {rules.num_cu + 1}")
-    if works.shape[1] != 8 or final.shape[1] != 2:
-        raise ValueError(
-            f"work_info_set and reduce_final_map have {works.shape[1]} and {final.shape[1]} columns; they need 8 and 2"
-        )
-    if len(reduces) < 1:
-        raise ValueError("reduce_indptr is empty; it needs one entry more than there are query tiles")
-
-
-def _raise_status(scheduler: ModuleType, status: int, where: int, kv: npt.NDArray[np.int32]) -> None:
+def _raise_status(scheduler: ModuleType, status: int, where: int) -> None:
     if status == scheduler.KV_START:
-        raise ValueError(f"seqlens_kv_indptr starts at {kv[0]}; AITER's planner counts from 0, so it must start at 0")
+        raise ValueError("seqlens_kv_indptr does not start at 0; AITER's planner counts positions from 0")
     if status == scheduler.KV_ORDER:
         raise ValueError(f"seqlens_kv_indptr decreases at index {where}; pass a cumulative sum")
     if status == scheduler.QO_ORDER:
         raise ValueError(f"seqlens_qo_indptr is negative or decreases at index {where}; pass a cumulative sum")
     if status == scheduler.QO_OUT_OF_RANGE:
         raise UndefinedInAiter("uni_seqlen_qo <= 0 with several rows per request: AITER reads qo_indptr out of bounds")
+    if status == scheduler.OUT_OF_UNITS:
+        raise RuntimeError(f"the planner went on to compute unit {where}, which the device does not have; report this")
     if status == scheduler.TOO_FAR:
         raise UndefinedInAiter("query tokens x topk exceed int32: AITER's kv_start overflows")
     raise UndefinedInAiter("the blocks of all rows exceed int32: AITER's payload overflows")
 
 
-def _raise_overflow(needed: list[int], buffers: tuple[npt.NDArray[np.int32], ...]) -> None:
+def _raise_overflow(needed: tuple[int, ...], sizes: tuple[int, ...]) -> None:
     names = ("work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map")
-    wanted = (needed[0], needed[1] + 1, needed[2], needed[3])
-    for name, size, buffer in zip(names, wanted, buffers, strict=True):
-        if size > len(buffer):
+    for name, need, size in zip(names, needed, sizes, strict=True):
+        if need > size:
             raise ValueError(
-                f"{name} has {len(buffer)} rows and this plan needs {size}; AITER would write out of bounds: "
+                f"{name} has {size} rows and this plan needs {need}; AITER would write out of bounds: "
                 "size the buffers with get_mla_metadata_info_v1"
             )
