@@ -18,7 +18,7 @@ import torch
 
 from dsv32_fast.batch import StepBatch
 from dsv32_fast.kernels import MetadataKernels
-from dsv32_fast.options import Options
+from dsv32_fast.options import KeyPolicy, Options, SplitCap
 from dsv32_fast.plan import PlanBuffers
 
 MIN_HEADS = 16  # AITER's decode kernels take 16 heads or more; vLLM pads up to that
@@ -63,6 +63,30 @@ class SparseMlaMetadata:
     paged_kv_last_page_len_T: torch.Tensor
     paged_kv_indices: torch.Tensor
     plan: PlanBuffers
+
+
+def metadata_key(step: StepBatch, policy: KeyPolicy, topk: int, num_heads: int) -> Hashable:
+    """What is compared with the last planned step; None never matches (policy `none`).
+
+    pr42982: rows, largest query length, heads, min(seq, topk) of each request (vLLM #42982). pr47766 adds
+    min(context, topk) and the query length of each request (vLLM #47766).
+    """
+    if policy == "none":
+        return None
+    seq_B = np.asarray(step.seq_lens, dtype=np.int32)
+    key = (step.num_tokens, step.max_query_len, num_heads, np.minimum(seq_B, topk).tobytes())
+    if policy == "pr42982":
+        return key
+    query_B = np.asarray(step.query_lens, dtype=np.int32)
+    return (*key, np.minimum(seq_B - query_B, topk).tobytes(), query_B.tobytes())
+
+
+def max_split_per_batch(step: StepBatch, split_cap: SplitCap, config: BuilderConfig) -> int:
+    """The split cap that reaches the planner: -1 for none, else next_pow2(min(max_seq_len, topk) / 128) (vLLM 0.26)."""
+    if split_cap == "unlimited":
+        return -1
+    blocks = max(1, min(step.max_seq_len, config.topk) // 128)
+    return min(1 << (blocks - 1).bit_length(), config.compute_units)
 
 
 @dataclass
@@ -115,9 +139,9 @@ class MetadataBuilder:
         Raises:
             ValueError: more rows than max_num_batched_tokens.
         """
-        T = step.num_tokens
-        if self.config.max_num_batched_tokens < T:
-            raise ValueError(f"step has {T} rows, above max_num_batched_tokens={self.config.max_num_batched_tokens}")
+        T, config = step.num_tokens, self.config
+        if config.max_num_batched_tokens < T:
+            raise ValueError(f"step has {T} rows, above max_num_batched_tokens={config.max_num_batched_tokens}")
         self.counts.builds += 1
         self._clear(step)
         req_ids, lens = self._rows(step)
@@ -133,36 +157,16 @@ class MetadataBuilder:
             qo_indptr_T1=self.qo_indptr_N1[: T + 1],
             paged_kv_indptr_T1=self.paged_kv_indptr_N1[: T + 1],
             paged_kv_last_page_len_T=self.paged_kv_last_page_len_N[:T],
-            paged_kv_indices=self.paged_kv_indices_NK[: T * self.config.topk],
+            paged_kv_indices=self.paged_kv_indices_NK[: T * config.topk],
             plan=self.plan,
         )
-        key = self.metadata_key(step)
+        if self.options.key != "none" and not config.host_lens:
+            self.counts.host_device_reads += 1
+        key = metadata_key(step, self.options.key, config.topk, self.num_heads)
         if key is None or key != self.last_key:
             self._launch(step, metadata)
             self.last_key = key
         return metadata
-
-    def metadata_key(self, step: StepBatch) -> Hashable:
-        """What is compared with the last planned step; None never matches (key policy `none`)."""
-        if self.options.key == "none":
-            return None
-        if not self.config.host_lens:
-            self.counts.host_device_reads += 1
-        seq_B = np.asarray(step.seq_lens, dtype=np.int32)
-        clamped_B = np.minimum(seq_B, self.config.topk)
-        key = (step.num_tokens, step.max_query_len, self.num_heads, clamped_B.tobytes())
-        if self.options.key == "pr42982":
-            return key
-        query_B = np.asarray(step.query_lens, dtype=np.int32)
-        context_B = np.minimum(seq_B - query_B, self.config.topk)
-        return (*key, context_B.tobytes(), query_B.tobytes())
-
-    def max_split_per_batch(self, step: StepBatch) -> int:
-        """The split cap that reaches the planner: -1 for none, else next_pow2(min(max_seq_len, topk) / 128)."""
-        if self.options.split_cap == "unlimited":
-            return -1
-        blocks = max(1, min(step.max_seq_len, self.config.topk) // 128)
-        return min(1 << (blocks - 1).bit_length(), self.config.compute_units)
 
     def _rows(self, step: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Request id of each live row, and the KV length of every row, padding included; int32."""
@@ -218,7 +222,7 @@ class MetadataBuilder:
             max_seqlen_qo=1,
             uni_seqlen_qo=1,
             fast_mode=True,
-            max_split_per_batch=self.max_split_per_batch(step),
+            max_split_per_batch=max_split_per_batch(step, self.options.split_cap, self.config),
             dtype_q=self.config.q_dtype,
             dtype_kv=self.config.kv_dtype,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 
@@ -23,11 +24,15 @@ from dsv32_fuzz.events import (
     Progress,
     RunFinished,
     SequencesChecked,
+    TableMade,
     VerdictReached,
 )
 from dsv32_fuzz.explore import counterexample, explore
+from dsv32_fuzz.golden.plans import DEFINED, UNDEFINED, replay_plans
+from dsv32_fuzz.skip_rate import SkipCount, explain_misses, skip_rate, skip_table
 from dsv32_fuzz.strategies import SCOPES
 from dsv32_fuzz.targets import Target
+from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_fuzz.verdict import Status, Verdict
 from dsv32_fuzz.workload import PR42982_WORKLOAD, Workload, steps
 
@@ -41,15 +46,17 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     workload_seconds: float
     fuzz_seconds: float
     """Per traffic class."""
-    table_requests: int
-    """Requests served per row of the skip-rate table."""
 
 
 PROFILES: dict[str, Profile] = {
-    "ci": Profile(workload_seconds=6, fuzz_seconds=4, table_requests=128),
-    "signoff": Profile(workload_seconds=45, fuzz_seconds=12, table_requests=640),
-    "nightly": Profile(workload_seconds=900, fuzz_seconds=900, table_requests=640),
+    "ci": Profile(workload_seconds=6, fuzz_seconds=6),
+    "signoff": Profile(workload_seconds=45, fuzz_seconds=14),
+    "nightly": Profile(workload_seconds=600, fuzz_seconds=300),
 }
+
+TABLE_REQUESTS = (640, 128)
+"""Requests served per row of the skip-rate table: ten waves, and about the 956 steps of the PR's trace."""
+SHORT_INPUT = 1000
 
 
 def sequence_workload(number: int) -> Workload:
@@ -70,18 +77,94 @@ def campaign(target: Target, profile: Profile, *, run_seed: int) -> Iterator[Eve
     """Run every phase; the last event is `RunFinished`. Ctrl-C ends it early, with what is finished told."""
     started, interrupted = time.monotonic(), False
     try:
-        yield from _proof(target)
-        yield from _workload(target, profile.workload_seconds, run_seed)
+        yield from recorded_plans()
+        yield from proof(target)
+        yield from workload_runs(target, profile.workload_seconds, run_seed)
         for scope in SCOPES:
-            title = f"search {scope.replace('_', ' ')} traffic"
-            yield PhaseStarted(phase=f"fuzz:{scope}", title=title, seconds=profile.fuzz_seconds)
-            yield from explore(target, scope, CHECKS, run_seed=run_seed, seconds=profile.fuzz_seconds)
+            yield from search(target, scope, profile.fuzz_seconds, run_seed)
+        if isinstance(target, InTreeTarget) and target.caches:
+            yield from skip_rates(target, run_seed)
     except KeyboardInterrupt:
         interrupted = True
     yield RunFinished(seconds=time.monotonic() - started, interrupted=interrupted)
 
 
-def _proof(target: Target) -> Iterator[Event]:
+def recorded_plans() -> Iterator[Event]:
+    """Whether the emulated planner still gives AITER's recorded plans."""
+    phase = "recordings"
+    yield PhaseStarted(phase=phase, title="replay AITER's recorded plans")
+    for path in (DEFINED, UNDEFINED):
+        yield VerdictReached(phase=phase, scope=path.name.removesuffix(".json.gz"), verdict=plans_verdict(path))
+
+
+def plans_verdict(path: Path) -> Verdict:
+    """The replay of one file of recorded plans, as a verdict.
+
+    Raises:
+        ValueError: not a recording.
+    """
+    replay = replay_plans(path)
+    counts = {"passed": replay.passed, "failed": replay.failed, "skipped": replay.skipped, "refused": replay.refused}
+    told = f"{replay.passed} equal, {replay.refused} of them refused as undefined in AITER, {replay.skipped} skipped"
+    if replay.failed:
+        status, summary = Status.FAILED, f"{replay.failed} plans differ, first {replay.first_difference}"
+    elif replay.compared_nothing:
+        status, summary = Status.MISTRUSTED, f"every plan was skipped: {', '.join(replay.skip_reasons)}"
+    else:
+        status, summary = Status.PASSED, told + "".join(f" ({reason})" for reason in replay.skip_reasons)
+    return Verdict(check="recorded_plans", status=status, summary=summary, measured={**counts})
+
+
+def search(target: Target, scope: str, seconds: float, run_seed: int) -> Iterator[Event]:
+    """Search one traffic class for a failing step sequence."""
+    title = f"search {scope.replace('_', ' ')} traffic"
+    yield PhaseStarted(phase=f"fuzz:{scope}", title=title, seconds=seconds)
+    yield from explore(target, scope, CHECKS, run_seed=run_seed, seconds=seconds)
+
+
+def skip_rates(target: InTreeTarget, run_seed: int) -> Iterator[Event]:
+    """The skip-rate table of the PR's workload, and what a workload below topk does."""
+    phase = "skip_rate"
+    yield PhaseStarted(phase=phase, title="count how often the plan is reused")
+    rows = []
+    for done, requests in enumerate(TABLE_REQUESTS, 1):
+        workload = msgspec.structs.replace(PR42982_WORKLOAD, num_requests=requests)
+        counts = skip_table(target.key_of, workload=workload, seed=run_seed, scalars=target.scalars_of)
+        rows += [_skip_row(count) for count in counts]
+        yield Progress(phase=phase, done=done / len(TABLE_REQUESTS), text=f"{len(rows)} serving runs")
+    yield TableMade(name="skip_rate", rows=rows)
+    short = msgspec.structs.replace(PR42982_WORKLOAD, input_len=SHORT_INPUT)
+    count = skip_rate(short, target.key_of, seed=run_seed, scalars=target.scalars_of)
+    causes = explain_misses(short, seed=run_seed, scalars=target.scalars_of)
+    text = (
+        f"Contexts below topk: with {SHORT_INPUT} tokens in, {count.skipped} of {count.steps} steps are skipped. A row "
+        f"below topk grows by a token each step, so the planner input changes: {causes.below_topk} of {causes.steps} "
+        f"steps have such a row, and in {causes.unchanged} the input is that of the step before."
+    )
+    yield TableMade(name="short_contexts", rows=[_skip_row(count) | {"text": text}])
+
+
+def _skip_row(count: SkipCount) -> dict[str, object]:
+    workload = count.workload
+    return {
+        "budget": workload.max_num_batched_tokens,
+        "input_len": workload.input_len,
+        "spread": workload.length_spread,
+        "requests": workload.num_requests,
+        "arrivals": "closed loop" if workload.arrivals == "closed" else workload.arrivals,
+        "steps": count.steps,
+        "decode_steps": count.decode_steps,
+        "skip_rate": count.rate,
+        "decode_skip_rate": count.rate_decode,
+        "rightful": count.skipped - count.wrongful,
+        "wrongful": count.wrongful,
+        "wrongful_by_class": count.wrongful_by_class,
+        "claimed": count.claimed,
+    }
+
+
+def proof(target: Target) -> Iterator[Event]:
+    """Key sufficiency by exhaustion, for q = 1 and for any query lengths."""
     yield PhaseStarted(phase="proof", title="prove the key by exhaustion in a small world")
     for scope, worlds in (("decode", WORLDS_Q1), ("any_query_length", WORLDS_ANY_Q)):
         verdict, _ = prove_key(target, worlds)
@@ -89,7 +172,7 @@ def _proof(target: Target) -> Iterator[Event]:
         yield Progress(phase="proof", done=0.5 if scope == "decode" else 1.0, text=verdict.summary)
 
 
-def _workload(target: Target, seconds: float, run_seed: int) -> Iterator[Event]:
+def workload_runs(target: Target, seconds: float, run_seed: int) -> Iterator[Event]:
     """Whole serving runs, each from its own seed, checked step by step until the time is up; at least one."""
     phase = "workload"
     yield PhaseStarted(phase=phase, title="check whole serving runs of the PR's workload", seconds=seconds)

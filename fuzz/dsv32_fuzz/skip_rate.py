@@ -12,7 +12,7 @@ build nothing, so they neither count nor touch the cache.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -22,7 +22,7 @@ from dsv32_fast.batch import StepBatch
 from dsv32_fuzz.oracle import TOPK, planner_lens
 from dsv32_fuzz.workload import PR42982_WORKLOAD, PURE_DECODE, ScheduledStep, Traffic, Workload, steps
 
-Key = Callable[[StepBatch], "bytes | None"]
+Key = Callable[[StepBatch], Hashable]
 """The metadata key of a step; None means that this step must launch and leaves no entry to reuse."""
 Scalars = Callable[[StepBatch], tuple[int, ...]]
 """The scalars of the planner input that vary from step to step, e.g. the split cap of vLLM 0.26."""
@@ -120,7 +120,7 @@ def outcomes(
     schedule: Iterable[ScheduledStep], key: Key, *, topk: int = TOPK, scalars: Scalars = no_scalars
 ) -> Iterator[Outcome]:
     """What a one-entry cache with this key does with every step of `schedule` that is built, captures included."""
-    entry: bytes | None = None
+    entry: Hashable = None
     launched: StepBatch | None = None
     for step in schedule:
         if step.traffic is Traffic.IDLE:

@@ -152,9 +152,7 @@ def _same_key_other_lengths(draw: st.DrawFn, step: StepBatch, topk: int) -> Step
 
 def _advanced(draw: st.DrawFn, step: StepBatch, topk: int) -> StepBatch:
     del topk
-    return _with(
-        step, step.query_lens, [s + draw(integers(0, max(1, q))) for q, s in zip(*_both(step), strict=True)]
-    )
+    return _with(step, step.query_lens, [s + draw(integers(0, max(1, q))) for q, s in zip(*_both(step), strict=True)])
 
 
 def _bound_raised(draw: st.DrawFn, step: StepBatch, topk: int) -> StepBatch:

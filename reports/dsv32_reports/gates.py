@@ -58,7 +58,8 @@ SCOPE_TITLES = {
     "mixed": "mixed batches, padding, idle and capture builds",
     "any_query_length": "any query lengths",
     "workload": "serving runs of the PR's workload",
-    "recordings": "recordings of AITER e404860",
+    "aiter_e404860_v1": "plans recorded from AITER e404860",
+    "aiter_e404860_undefined": "calls that AITER e404860 leaves undefined",
 }
 
 
@@ -84,7 +85,7 @@ def _gate(name: str, reached: Sequence[VerdictReached]) -> Gate:
 
 
 def _scope_text(event: VerdictReached) -> str:
-    how = {"proof": "by exhaustion", "workload": "", "golden": ""}.get(event.phase.partition(":")[0], "fuzzed")
+    how = {"proof": "by exhaustion", "workload": "", "recordings": ""}.get(event.phase.partition(":")[0], "fuzzed")
     title = SCOPE_TITLES.get(event.scope, event.scope)
     return f"{title} ({how})" if how else title
 

@@ -50,7 +50,7 @@ class Inputs(msgspec.Struct, frozen=True):
     """Arguments of `get_mla_metadata_v1` by name, the device, the environment, and what sized the buffers."""
 
     arch: Literal["gfx950", "gfx942"]
-    multiProcessorCount: Int32  # noqa: N815 - the recording's names are AITER's
+    multiProcessorCount: Int32
     lds_per_cu: Int32
     num_heads_per_head_k: Int32
     num_heads_k: Int32

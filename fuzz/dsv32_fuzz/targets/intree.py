@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from dsv32_fast.batch import StepBatch
 from dsv32_fast.kernels import MetadataKernels, emulated
 from dsv32_fast.kernels.emulated.device import MI355X, DeviceProperties, emulated_device
-from dsv32_fast.metadata import BuilderConfig, MetadataBuilder
+from dsv32_fast.metadata import BuilderConfig, MetadataBuilder, max_split_per_batch, metadata_key
 from dsv32_fast.options import Options
 from dsv32_fuzz.case import Dims
 from dsv32_fuzz.targets import PlannerInput, Session, StepRecord
@@ -93,6 +94,15 @@ class InTreeTarget:
     def caches(self) -> bool:
         """Every key policy but `none` reuses plans."""
         return self.options.key != "none"
+
+    def key_of(self, step: StepBatch) -> Hashable:
+        """The metadata key of one step at the true constants, without building it."""
+        config = BuilderConfig()
+        return metadata_key(step, self.options.key, config.topk, config.num_heads)
+
+    def scalars_of(self, step: StepBatch) -> tuple[int, ...]:
+        """The scalars of the planner input that vary from step to step."""
+        return (max_split_per_batch(step, self.options.split_cap, BuilderConfig()),)
 
     def open(self, dims: Dims, *, rebuild: bool = False, poison: int = 0) -> Session:
         """A fresh builder whose uninitialised plan buffers hold `poison`."""

@@ -1,0 +1,1 @@
+"""The tests that `pytest --pyargs dsv32_fuzz` runs."""
