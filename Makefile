@@ -19,7 +19,7 @@ signoff: $(VENV)/ready
 	$(BIN)/dsv32 signoff
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 -m "not nightly"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not nightly"
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -162,11 +162,14 @@ class MetadataBuilder:
         )
         if self.options.key != "none" and not config.host_lens:
             self.counts.host_device_reads += 1
-        key = metadata_key(step, self.options.key, config.topk, self.num_heads)
+        key = self._key(step)
         if key is None or key != self.last_key:
             self._launch(step, metadata)
             self.last_key = key
         return metadata
+
+    def _key(self, step: StepBatch) -> Hashable:
+        return metadata_key(step, self.options.key, self.config.topk, self.num_heads)
 
     def _rows(self, step: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Request id of each live row, and the KV length of every row, padding included; int32."""

@@ -1,8 +1,4 @@
-"""The `dsv32` command. It only wires: it starts campaigns and replays, and subscribes to their events.
-
-Exit codes of every command: 0 GO or clean; 1 NO-GO or a finding; 2 usage or bad input; 3 INCONCLUSIVE (nothing was
-compared, a check is MISTRUSTED, required evidence is missing); 130 interrupted.
-"""
+"""The `dsv32` command. It only wires: it starts campaigns and replays, and subscribes to their events."""
 
 from __future__ import annotations
 
@@ -17,9 +13,11 @@ from typing import Annotated, NoReturn, ParamSpec
 import msgspec
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from dsv32_fast.options import PRESETS, describe, resolve
-from dsv32_fuzz.campaign import PROFILES, campaign
+from dsv32_fuzz.bench.plan import bench_plan
+from dsv32_fuzz.campaign import PROFILES, campaign, plans_verdict
 from dsv32_fuzz.case import load_case
 from dsv32_fuzz.replay import replay_case
 from dsv32_fuzz.targets.intree import InTreeTarget
@@ -32,8 +30,17 @@ P = ParamSpec("P")
 
 EXIT_OF_STATUS = {Status.PASSED: 0, Status.FAILED: 1, Status.MISTRUSTED: 3, Status.SKIPPED: 3}
 
+HELP = """Decide whether an optimised DeepSeek-V3.2 decode path on AMD MI355X may be deployed.
+
+Start with `dsv32 signoff`: it checks the path on the CPU emulation and writes a report with a verdict. A failure is
+saved as a case; `dsv32 replay FILE` shows it again, with the same options or others.
+
+Exit codes of every command: 0 GO or clean; 1 NO-GO or a finding; 2 usage or bad input; 3 INCONCLUSIVE (nothing was
+compared, a check is MISTRUSTED, required evidence is missing); 130 interrupted.
+"""
+
 app = typer.Typer(
-    help=__doc__,
+    help=HELP,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -143,6 +150,49 @@ def replay(
             ).decode()
         )
     return EXIT_OF_STATUS[worst([verdict.status for verdict in verdicts])]
+
+
+@app.command()
+@command
+def golden(
+    path: Annotated[Path, typer.Argument(help="A recording of plans (.json.gz).", show_default=False)],
+    json: Json = False,
+) -> int:
+    """Hold recorded outputs of another implementation against ours.
+
+    Exit 0 if everything agrees, 1 with the first difference, 3 if everything was skipped, 2 for another kind of file.
+    """
+    verdict = plans_verdict(path)
+    if json:
+        print(msgspec.json.encode(verdict).decode())
+    else:
+        print(f"{verdict.status.value} {path}: {verdict.summary}")
+    return EXIT_OF_STATUS[verdict.status]
+
+
+@bench.command("plan")
+@command
+def bench_plan_command(
+    rows: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,64,512",
+    seconds: Annotated[float, typer.Option(min=0.1, help="Time per batch size.")] = 2.0,
+    json: Json = False,
+) -> int:
+    """Plans per second of the emulated planner, beside the same algorithm on Python lists, in one run.
+
+    2048 keys per row, 256 compute units, one thread. Both plans are compared equal after every repetition.
+    """
+    if not all(part.strip().isdecimal() for part in rows.split(",")):
+        raise ValueError(f"--rows is {rows!r}; write batch sizes separated by commas, like 1,64,512")
+    rates = bench_plan(tuple(int(part) for part in rows.split(",")), seconds)
+    if json:
+        print(msgspec.json.encode(rates).decode())
+        return 0
+    table = Table("rows", "plans/s", "lowest", "highest", "on lists", "times faster", title="emulated planner")
+    for rate in rates:
+        spread = (rate.planner.median, rate.planner.lowest, rate.planner.highest, rate.lists.median, rate.speedup)
+        table.add_row(str(rate.rows), *(f"{value:,.0f}" for value in spread))
+    Console().print(table)
+    return 0
 
 
 def _terminate(*_: object) -> NoReturn:

@@ -12,7 +12,7 @@ from rich.text import Text
 from dsv32_fuzz.events import CounterexampleFound, Event, PhaseStarted, RunFinished
 from dsv32_fuzz.events import Progress as ProgressEvent
 from dsv32_fuzz.verdict import Status
-from dsv32_reports.model import Outcome, Report
+from dsv32_reports.model import Finding, Gate, Outcome, Report
 
 STYLES = {Status.PASSED: "green", Status.FAILED: "red", Status.MISTRUSTED: "yellow", Status.SKIPPED: "dim"}
 OUTCOME_STYLES = {Outcome.GO: "bold green", Outcome.NO_GO: "bold red", Outcome.INCONCLUSIVE: "bold yellow"}
@@ -59,59 +59,78 @@ class ProgressListener:
 
 def print_report(report: Report, folder: Path, console: Console, *, quiet: bool = False) -> None:
     """Verdict and path first, then the gates, the counterexamples, the skip rates and what was not judged."""
-    headline = Text.assemble(
-        (report.outcome.value, OUTCOME_STYLES[report.outcome]),
-        f"  {report.options_text}, evidence level: {report.evidence} (CPU, no MI355X)\n{report.reason}\n",
-        f"report: {folder / 'report.html'}",
+    console.print(
+        Text.assemble(
+            (report.outcome.value, OUTCOME_STYLES[report.outcome]),
+            f"  {report.options_text}, evidence level: {report.evidence} (CPU, no MI355X)\n{report.reason}\n",
+            f"report: {folder / 'report.html'}",
+        ),
+        soft_wrap=True,
     )
-    console.print(headline, highlight=False, soft_wrap=True)
     if quiet:
         return
-    console.print(_gate_table(report))
+    _say(console, "")
+    for gate in report.gates:
+        _print_gate(gate, console)
     if report.sequences:
         done = report.sequences
-        console.print(
-            f"{done.sequences} independently seeded serving runs, {done.step_batches} step batches checked, "
-            f"{done.failed} runs failed; 95 % upper bound on the share of such runs that fail: "
-            f"{100 * done.failure_rate_upper_bound:.1f} %",
-            highlight=False,
+        _say(
+            console,
+            f"\n{done.sequences} independently seeded serving runs, {done.step_batches} step batches, "
+            f"{done.failed} runs failed: at most {100 * done.failure_rate_upper_bound:.1f} % of such runs fail "
+            "(95 % upper bound, Clopper-Pearson)",
         )
     for finding in report.findings:
-        console.print(f"\n{finding.check} in {finding.scope}: {finding.summary}", markup=False, highlight=False)
-        if finding.classification:
-            console.print(f"  {finding.classification}", markup=False, highlight=False)
-        for i, step in enumerate(finding.steps):
-            console.print(f"  step {i}: {step}", markup=False, highlight=False)
-        console.print(f"  {finding.command}", markup=False, highlight=False, soft_wrap=True)
+        _print_finding(finding, console)
     if report.tables.get("skip_rate"):
+        console.print()
         console.print(_skip_table(report))
     for row in report.tables.get("short_contexts", []):
-        console.print(str(row["text"]), markup=False, highlight=False)
+        _say(console, str(row["text"]))
     console.print("\nNot judged:", style="bold")
     for text in report.not_judged:
-        console.print(f"- {text}", markup=False, highlight=False)
+        _say(console, f"- {text}")
 
 
-def _gate_table(report: Report) -> Table:
-    table = Table("gate", "status", "where", "found", title="gates", title_justify="left")
-    for gate in report.gates:
-        table.add_row(gate.title, Text(gate.status.value, STYLES[gate.status]), "", "")
-        for line in gate.lines:
-            table.add_row("", Text(line.status.value, STYLES[line.status]), line.scope, Text(line.summary))
-    return table
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_gate(gate: Gate, console: Console) -> None:
+    """A passed gate in one line, with what it was proved or compared on; any other gate with all its lines."""
+    steps = sum(int(line.measured.get("steps", 0)) for line in gate.lines)
+    over = f" ({steps} steps in {len(gate.lines)} scopes)" if steps and gate.status is Status.PASSED else ""
+    console.print(
+        Text.assemble((f"{gate.status.value:<10}", STYLES[gate.status]), f"  {gate.title}: {gate.meaning}{over}"),
+        soft_wrap=True,
+    )
+    for line in gate.lines:
+        if gate.status is not Status.PASSED or line.summary != gate.lines[-1].summary:
+            console.print(
+                Text.assemble((f"    {line.status.value:<10}", STYLES[line.status]), f"  {line.scope}: {line.summary}"),
+                soft_wrap=True,
+            )
+
+
+def _print_finding(finding: Finding, console: Console) -> None:
+    _say(console, f"\nCounterexample for {finding.check}, {finding.scope}: {finding.summary}")
+    _say(console, f"  {finding.classification}")
+    for i, step in enumerate(finding.steps):
+        _say(console, f"  step {i}: {step}")
+    _say(console, f"  {finding.command}")
 
 
 def _skip_table(report: Report) -> Table:
-    numbers = ("budget", "input", "spread", "requests", "steps", "skipped", "in decode", "rightful", "wrongful")
-    table = Table(title="plan rebuilds skipped (claimed: 94 %)", title_justify="left")
-    for name in numbers:
+    rows = report.tables["skip_rate"]
+    title = f"Plan rebuilds skipped, {rows[0]['input_len']} in / 500 out / 64, {rows[0]['arrivals']} (claimed: 94 %)"
+    table = Table(title=title, title_justify="left")
+    for name in ("requests", "spread", "budget", "steps", "skipped", "in decode", "rightful", "wrongful"):
         table.add_column(name, justify="right")
-    for row in report.tables["skip_rate"]:
+    for row in rows:
         table.add_row(
-            str(row["budget"]),
-            str(row["input_len"]),
+            str(row["requests"]),
             f"{100 * row['spread']:.0f} %",
-            f"{row['requests']} {row['arrivals']}",
+            str(row["budget"]),
             str(row["steps"]),
             f"{100 * row['skip_rate']:.1f} %",
             f"{100 * row['decode_skip_rate']:.1f} %",

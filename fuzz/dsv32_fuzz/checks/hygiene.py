@@ -38,8 +38,7 @@ class BufferHygiene(Check):
         total = int(seen.kv_lens_T.sum())
         if (record.kv_indptr_N1[rows:] != total).any() or record.kv_indptr_N1[0] != 0:
             self.violation(seen, f"paged_kv_indptr: the tail is not the total of {total}, so a padded row has a length")
-        # +1: physical slot 0 would hide a stale entry behind the value that a clear leaves.
-        record.kv_indices_NK[:total] = np.arange(1, total + 1, dtype=np.int32)
+        record.kv_indices_NK[:total] = 1  # any slot but 0, which would look like a cleared entry
         # Past the extent all was just seen to be zero; below it an older step's entries may still lie past `total`.
         self._dirty_indices = max(total, min(self._dirty_indices, extent))
         self._dirty_req_ids = live

@@ -89,6 +89,8 @@ class InTreeTarget:
     options: Options
     name: str = "in-tree"
     evidence: str = "emulated"
+    builder: type[MetadataBuilder] = MetadataBuilder
+    """A subclass with a fault takes the path's place; its twin is always the faultless builder."""
 
     @property
     def caches(self) -> bool:
@@ -120,7 +122,8 @@ class InTreeTarget:
         )
         device = replace(MI355X, compute_units=dims.compute_units)
         with emulated_device(device):
-            builder = MetadataBuilder(config=config, options=options, kernels=kernels)
+            kind = MetadataBuilder if rebuild else self.builder
+            builder = kind(config=config, options=options, kernels=kernels)
         for buffer in builder.plan:
             (buffer.view(torch.int64) if buffer.dtype == torch.uint64 else buffer).fill_(poison)
         return _InTreeSession(builder, kernels, device)
