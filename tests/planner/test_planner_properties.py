@@ -76,7 +76,7 @@ def test_poison_survives_and_does_not_matter(lens, cap):
 @st.composite
 def any_call(draw: st.DrawFn) -> dict[str, Any]:
     """Every option of v1_2, on rows that AITER can plan."""
-    uni = draw(st.sampled_from([1, 1, 1, 2, 3, 4, 5, 8, -1]))
+    uni = draw(st.sampled_from([1, 1, 1, 2, 3, 4, 5, 8, 9, 17, -1]))
     longest = draw(st.integers(1, 4)) if uni < 0 else uni
     sparse = draw(st.booleans()) if uni == 1 else False
     page_size = draw(st.sampled_from([1, 1, 1, 16, 64]))
@@ -130,7 +130,7 @@ def plan_of(call: dict[str, Any]) -> PlanBuffers:
     """The plan of a call, which Hypothesis drops if AITER's result is undefined."""
     q, kv = (torch.float8_e4m3fn if flag else torch.bfloat16 for flag in call["fp8"])
     with emulated_device(call["device"]), _environment({} if call["parallel"] else SERIAL):
-        plan = allocate(get_mla_metadata_info_v1(64, 8, 128, q, kv, True), POISON)  # enough for every call
+        plan = allocate(get_mla_metadata_info_v1(96, 17, 128, q, kv, True), POISON)  # enough for every call
         try:
             get_mla_metadata_v1(
                 indptr(call["queries"]),
