@@ -26,7 +26,7 @@ rows = st.lists(lengths, min_size=1, max_size=80) | st.builds(lambda n, v: [v] *
 caps = st.sampled_from([-1, 1, 2, 8, 16, 32])
 small = DeviceProperties(arch="gfx950", compute_units=7, lds_bytes=160 * 1024, fp8=torch.float8_e4m3fn)
 devices = st.sampled_from([MI355X, MI300X, small])
-quick = settings(max_examples=120, deadline=None)
+quick = settings(max_examples=60, deadline=None)
 
 
 @quick
@@ -149,7 +149,7 @@ def plan_of(call: dict[str, Any]) -> PlanBuffers:
     return plan
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(any_call())
 def test_compiled_planner_and_list_transcription_agree(call):
     plan = plan_of(call)
@@ -169,7 +169,7 @@ def test_compiled_planner_and_list_transcription_agree(call):
     assert (plan.reduce_partial_map[len(lists.reduce_partial_map) :] == POISON).all()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(any_call())
 def test_dense_multi_token_plans_compute_every_row_once(call):
     """Several query tokens and tiles, folded heads, pages, ragged queries: each token sees the keys it needs once."""
