@@ -46,12 +46,14 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     workload_seconds: float
     fuzz_seconds: float
     """Per traffic class."""
+    fuzz_examples: int
+    """Per traffic class at least, whatever the time: a slow machine must not search less."""
 
 
 PROFILES: dict[str, Profile] = {
-    "ci": Profile(workload_seconds=6, fuzz_seconds=6),
-    "signoff": Profile(workload_seconds=45, fuzz_seconds=14),
-    "nightly": Profile(workload_seconds=600, fuzz_seconds=300),
+    "ci": Profile(workload_seconds=5, fuzz_seconds=1, fuzz_examples=200),
+    "signoff": Profile(workload_seconds=45, fuzz_seconds=14, fuzz_examples=200),
+    "nightly": Profile(workload_seconds=600, fuzz_seconds=300, fuzz_examples=200),
 }
 
 TABLE_REQUESTS = (640, 128)
@@ -82,7 +84,7 @@ def campaign(target: Target, profile: Profile, *, run_seed: int) -> Iterator[Eve
         yield from proof(target)
         yield from workload_runs(target, profile.workload_seconds, run_seed)
         for scope in SCOPES:
-            yield from search(target, scope, profile.fuzz_seconds, run_seed)
+            yield from search(target, scope, profile, run_seed)
         if isinstance(target, InTreeTarget) and target.caches:
             yield from skip_rates(target, run_seed)
     except KeyboardInterrupt:
@@ -118,11 +120,12 @@ def plans_verdict(path: Path) -> Verdict:
     return Verdict(check="recorded_plans", status=status, summary=summary, measured={**counts})
 
 
-def search(target: Target, scope: str, seconds: float, run_seed: int) -> Iterator[Event]:
+def search(target: Target, scope: str, profile: Profile, run_seed: int) -> Iterator[Event]:
     """Search one traffic class for a failing step sequence."""
     title = f"search {scope.replace('_', ' ')} traffic"
+    seconds, examples = profile.fuzz_seconds, profile.fuzz_examples
     yield PhaseStarted(phase=f"fuzz:{scope}", title=title, seconds=seconds)
-    yield from explore(target, scope, CHECKS, run_seed=run_seed, seconds=seconds)
+    yield from explore(target, scope, CHECKS, run_seed=run_seed, seconds=seconds, examples=examples)
 
 
 def skip_rates(target: InTreeTarget, run_seed: int) -> Iterator[Event]:

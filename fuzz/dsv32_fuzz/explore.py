@@ -34,6 +34,8 @@ class _Round:
     scope: str
     checks: Sequence[type[Check]]
     deadline: float
+    at_least: int
+    """Examples that are tried whatever the time."""
     totals: dict[str, Verdict] = field(default_factory=dict)
     failing: str = ""
     smallest: Steps = ()
@@ -44,7 +46,7 @@ class _Round:
         """The property: no check fails on `steps`. Fails for one check only, so that shrinking stays on one cause."""
         if self.failing:
             self._shrink(steps)
-        elif time.monotonic() < self.deadline:
+        elif self.executed < self.at_least or time.monotonic() < self.deadline:
             self._try(steps)
 
     def _try(self, steps: Steps) -> None:
@@ -97,17 +99,22 @@ def counterexample(case: Case, target: Target, checks: Sequence[type[Check]]) ->
 
 
 def explore(
-    target: Target, scope: str, checks: Sequence[type[Check]], *, run_seed: int, seconds: float
+    target: Target, scope: str, checks: Sequence[type[Check]], *, run_seed: int, seconds: float, examples: int = 0
 ) -> Iterator[Event]:
-    """Search one traffic class for `seconds`; every failing check is shrunk once and then set aside.
+    """Search one traffic class for `seconds` and for at least `examples`, so that a slow machine still searches.
+
+    Every failing check is shrunk once and then set aside.
 
     Yields progress, a counterexample per failing check, and at the end one verdict per check.
     """
     phase = f"fuzz:{scope}"
     started = time.monotonic()
     active, totals, executed, round_number = list(checks), dict[str, Verdict](), 0, 0
-    while active and time.monotonic() < started + seconds:
-        current = _run_round(target, scope, active, run_seed + round_number, started + seconds)
+    while active and (executed < examples or time.monotonic() < started + seconds):
+        current = _Round(
+            target=target, scope=scope, checks=active, deadline=started + seconds, at_least=examples - executed
+        )
+        _run_round(current, run_seed + round_number)
         round_number += 1
         executed += current.executed
         for name, verdict in current.totals.items():
@@ -115,16 +122,14 @@ def explore(
         if current.failing:
             yield counterexample(case_of(target, scope, current.failing, current.smallest), target, checks)
             active = [check for check in active if totals[check.name].status is not Status.FAILED]
-        done = min(1.0, (time.monotonic() - started) / seconds)
+        done = min((time.monotonic() - started) / seconds, executed / examples if examples else 1.0, 1.0)
         yield Progress(phase=phase, done=done, text=f"{executed} step sequences")
     for check in checks:
         if check.name in totals:
             yield VerdictReached(phase=phase, scope=scope, verdict=totals[check.name])
 
 
-def _run_round(target: Target, scope: str, checks: Sequence[type[Check]], number: int, deadline: float) -> _Round:
-    current = _Round(target=target, scope=scope, checks=checks, deadline=deadline)
-
+def _run_round(current: _Round, number: int) -> None:
     @seed(number)
     @settings(
         max_examples=EXAMPLES_PER_ROUND,
@@ -136,10 +141,9 @@ def _run_round(target: Target, scope: str, checks: Sequence[type[Check]], number
         suppress_health_check=list(HealthCheck),
         verbosity=Verbosity.quiet,
     )
-    @given(SCOPES[scope]())
+    @given(SCOPES[current.scope]())
     def falsify(steps: Steps) -> None:
         current.test(steps)
 
     with suppress(_FalsifiedError):
         falsify()
-    return current

@@ -45,9 +45,12 @@ def context_lens(topk: int) -> st.SearchStrategy[int]:
 
 
 @cache
-def _lens_before_split_cap_edges(topk: int, q: int) -> st.SearchStrategy[int]:
-    edges = st.builds(lambda edge, before: edge - q - before, sampled_from(SPLIT_CAP_EDGES), integers(1, 2 * q))
-    return st.one_of(context_lens(topk), edges)
+def _mtp_context_lens(topk: int, q: int, around: int) -> st.SearchStrategy[int]:
+    """Anything, or (for `around` > 0) lengths that the next steps take across `around`, beside saturated ones."""
+    if not around:
+        return context_lens(topk).map(lambda c: max(1, c))
+    crossing = integers(-2 * q, 0).map(lambda d: around - q + d + q // 2)
+    return st.one_of(crossing, crossing, crossing, integers(around, 8 * topk)) if around == topk else crossing
 
 
 @st.composite
@@ -87,10 +90,11 @@ def mtp_decode_steps(draw: st.DrawFn, topk: int = 2048) -> Steps:
     """
     q = draw(integers(1, 7)) + 1
     optimistic, padded = draw(booleans()), draw(booleans())
-    lens = _lens_before_split_cap_edges(topk, q) if optimistic else context_lens(topk)
-    contexts = [max(1, c) for c in draw(st.lists(lens, min_size=1, max_size=4))]
+    around = draw(sampled_from((0, *SPLIT_CAP_EDGES) if optimistic else (0, topk)))
+    contexts = draw(st.lists(_mtp_context_lens(topk, q, around), min_size=1, max_size=4))
     copies = draw(sampled_from((1, 1, 2, 16)))
-    changes = ("go on", "same lengths" if optimistic else "go on", "replace one", "finish", "join")
+    often = "same lengths" if optimistic else "go on"
+    changes = (often, often, often, "go on", "replace one", "finish", "join")
     steps: list[StepBatch] = []
     rejected = 0
     for _ in range(draw(integers(2, MAX_STEPS))):

@@ -55,7 +55,9 @@ def test_vllm026_meets_another_split_cap() -> None:
 
 
 def test_a_failed_check_does_not_hide_the_others() -> None:
-    events = list(explore(InTreeTarget(PRESETS["pr42982"]), "chunked_prefill", CHECKS, run_seed=0, seconds=2))
+    events = list(
+        explore(InTreeTarget(PRESETS["pr42982"]), "chunked_prefill", CHECKS, run_seed=0, seconds=0.1, examples=20)
+    )
     status = by_check([event.verdict for event in events if isinstance(event, VerdictReached)])
     assert status["key_sufficiency"] is Status.FAILED
     assert status["planner_input"] is Status.PASSED

@@ -82,4 +82,4 @@ def test_workload(target: InTreeTarget, profile: Profile, run_seed: int, pytestc
 @pytest.mark.parametrize("scope", sorted(SCOPES))
 def test_search(scope: str, target: InTreeTarget, profile: Profile, run_seed: int, pytestconfig: pytest.Config) -> None:
     """A search for a failing step sequence in one traffic class."""
-    judge(search(target, scope, profile.fuzz_seconds, run_seed), pytestconfig)
+    judge(search(target, scope, profile, run_seed), pytestconfig)
