@@ -28,10 +28,8 @@ from dsv32_fuzz._plan_kinds import (
     Q_RANGE,
     REDUCE_COUNT,
     REDUCE_ENTRY,
-    REDUCE_INDPTR,
     REDUCE_ORDER,
     WHOLE_AND_PARTIAL,
-    WORK_INDPTR,
 )
 
 Ints = npt.NDArray[Any]

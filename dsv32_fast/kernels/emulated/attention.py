@@ -20,11 +20,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .device import current_device
-from .memory import IntArray, beyond_view, host, poison, ranges, require_inside
-from .pieces import Operands, Pieces, attend
-from .reduce import mla_reduce_v1
-from .splitkv import get_meta_param, split_kv_decode
+from dsv32_fast.kernels.emulated.device import current_device
+from dsv32_fast.kernels.emulated.memory import IntArray, beyond_view, host, poison, ranges, require_inside
+from dsv32_fast.kernels.emulated.pieces import Operands, Pieces, attend
+from dsv32_fast.kernels.emulated.reduce import mla_reduce_v1
+from dsv32_fast.kernels.emulated.splitkv import get_meta_param, split_kv_decode
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 GATE_VARIABLE = "AITER_MLA_DECODE_PERSISTENT_MAX_BATCH"

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .memory import IntArray, beyond_view, require_inside
+from dsv32_fast.kernels.emulated.memory import IntArray, beyond_view, require_inside
 
 _ELEMENTS_AT_ONCE = 1 << 22
 """Elements of gathered KV per batch of pieces: 16 MiB in fp32."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .memory import IntArray, beyond_view, host, require_inside
+from dsv32_fast.kernels.emulated.memory import IntArray, beyond_view, host, require_inside
 
 ONLINE_LIMIT = 4
 """Tiles with at least this many partials take the two-pass path."""

@@ -16,8 +16,8 @@ import os
 import torch
 from torch import Tensor
 
-from .device import current_device
-from .memory import OutOfBoundsError, beyond_view
+from dsv32_fast.kernels.emulated.device import current_device
+from dsv32_fast.kernels.emulated.memory import OutOfBoundsError, beyond_view
 
 DEEPSEEK_SHAPE = (256, 8, 4, 8)
 """Experts, groups, kept groups, chosen experts of the optimised kernel."""

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .device import current_device
-from .memory import IntArray, host, poison, require_inside
-from .pieces import Operands, Pieces, attend
-from .reduce import merge_online
+from dsv32_fast.kernels.emulated.device import current_device
+from dsv32_fast.kernels.emulated.memory import IntArray, host, poison, require_inside
+from dsv32_fast.kernels.emulated.pieces import Operands, Pieces, attend
+from dsv32_fast.kernels.emulated.reduce import merge_online
 
 _OVERHEAD = 84.1
 _FP8_BLOCK = {8: 64, 16: 128, 24: 128, 32: 128, 48: 64, 64: 64, 128: 32} | dict.fromkeys(range(256, 513), 32)

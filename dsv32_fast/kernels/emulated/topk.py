@@ -17,7 +17,7 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from .memory import OutOfBoundsError
+from dsv32_fast.kernels.emulated.memory import OutOfBoundsError
 
 _seed: ContextVar[int] = ContextVar("arrival_seed", default=0)
 
