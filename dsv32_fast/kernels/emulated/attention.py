@@ -24,7 +24,7 @@ from dsv32_fast.kernels.emulated.device import current_device
 from dsv32_fast.kernels.emulated.memory import IntArray, beyond_view, host, poison, ranges, require_inside
 from dsv32_fast.kernels.emulated.pieces import Operands, Pieces, attend
 from dsv32_fast.kernels.emulated.reduce import mla_reduce_v1
-from dsv32_fast.kernels.emulated.splitkv import get_meta_param, split_kv_decode
+from dsv32_fast.kernels.emulated.splitkv import get_meta_param, split_kv_decode, writes_output_directly
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 GATE_VARIABLE = "AITER_MLA_DECODE_PERSISTENT_MAX_BATCH"
@@ -86,11 +86,14 @@ def mla_decode_fwd(
         work_meta_data: not None asks for the persistent kernel, which `uses_persistent_kernel` may overrule.
         work_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map: the plan.
         q_scale, kv_scale: fp32 [1]; both required with an fp8 q.
+        return_logits: undo the folding of heads in the returned partials.
         return_lse: also return the LSE.
 
     Returns:
-        The fp32 partials (persistent: [partial rows, 1, H, C], NaN where never written), and the natural-log LSE, fp32
-        [R, H] with NaN for rows without work, or None.
+        The fp32 partials and the natural-log LSE. Persistent: [partial rows, 1, H, C], NaN where never written, with
+        folded heads unless `return_logits`; and [R, H], NaN for rows without work. Split-KV: [R, splits, H, C], or `o`
+        where stage 1 writes the result directly; and [R, H]. The LSE is None without `return_lse`, except that a
+        direct result then comes with the LSE of its one split, [R, 1, H, 1].
 
     Raises:
         TypeError: a dtype that no kernel takes.
@@ -101,7 +104,6 @@ def mla_decode_fwd(
         "logit_cap": logit_cap > 0,
         "num_kv_splits_indptr": num_kv_splits_indptr is not None,
         "intra_batch_mode": intra_batch_mode,
-        "return_logits": return_logits,
         "g_kv_indptr": g_kv_indptr is not None,
         "cp_world_size": cp_world_size != 1 or cp_rank != 0,
         "nhead_kv": nhead_kv != 1,
@@ -117,13 +119,16 @@ def mla_decode_fwd(
         splits, _ = get_meta_param(num_kv_splits, batch, kv_indices.shape[0], q.shape[1], max_seqlen_q, q.dtype)
         masked = causal and max_seqlen_q > 1
         logits, lse = split_kv_decode(operands, o, qo_indptr, kv_indptr, kv_last_page_lens, splits, masked)
+        if writes_output_directly(splits, q.shape[1], max_seqlen_q, q.dtype, kv_buffer.dtype):
+            return o, lse if return_lse else lse[:, None, :, None]
         return logits, lse if return_lse else None
     plan = _plan(work_indptr, work_info_set, reduce_indptr, reduce_final_map, reduce_partial_map)
     fold = head_fold(q.dtype, kv_buffer.dtype, q.shape[1], max_seqlen_q)
     if fold > 1 and (page_size > 1 or max_seqlen_q > 1):
         raise ValueError(f"{q.shape[1]} heads are folded by {fold}; that is emulated for page_size=max_seqlen_q=1 only")
     pieces = _pieces(plan, page_size, qo_indptr, kv_last_page_lens, causal and max_seqlen_q > 1)
-    return _run_plan(operands, pieces, plan, o, fold, max_seqlen_q, return_lse)
+    logits, final_lse = _run_plan(operands, pieces, plan, o, fold, max_seqlen_q, return_lse)
+    return (logits.view(-1, 1, *o.shape[1:]) if return_logits else logits), final_lse
 
 
 def uses_persistent_kernel(
@@ -141,14 +146,24 @@ def uses_persistent_kernel(
 
 
 def head_fold(q_dtype: torch.dtype, kv_dtype: torch.dtype, heads: int, max_seqlen_q: int) -> int:
-    """How many pseudo rows of 16 heads a query row becomes in the persistent kernel; 1 where a kernel is native."""
+    """How many pseudo rows of 16 heads a query row becomes in the persistent kernel; 1 where a kernel is native.
+
+    AITER has no kernel for fewer than 8 heads; the emulation takes them unfolded, for small tests.
+
+    Raises:
+        ValueError: more than 16 heads for which there is neither a kernel nor a folding.
+    """
     arch, fp8 = current_device().arch, (q_dtype in _FP8, kv_dtype in _FP8)
-    if heads <= 16 or heads % 16:
+    if heads <= 16:
         return 1
     if arch == "gfx950":
         native = not any(fp8) or (all(fp8) and heads in (32, 64, 128))
     else:
         native = all(fp8) and (heads == 128 or (heads == 64 and max_seqlen_q == 1))
+    if not native and heads not in range(32, 129, 16):
+        raise ValueError(
+            f"q has {heads} heads, for which AITER has no persistent kernel; pad to a multiple of 16 up to 128"
+        )
     return 1 if native else heads // 16
 
 

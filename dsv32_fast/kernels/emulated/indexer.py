@@ -39,7 +39,8 @@ def deepgemm_fp8_paged_mqa_logits(
     """Logits of decode rows over their paged keys, written to `out_logits` in place.
 
     Row (b, n) may see positions j <= context_lens[b] - next_n + n. Other positions below the end of the last visited
-    chunk become -inf; those from ceil(context / ChunkK) * ChunkK on are not written.
+    chunk become -inf; those from ceil(context / ChunkK) * ChunkK on are not written. Keys beyond the table of a request
+    count as zero.
 
     Args:
         q_fp8: fp8 [B, J, H, D].
@@ -56,7 +57,7 @@ def deepgemm_fp8_paged_mqa_logits(
 
     Raises:
         ValueError: shapes that do not fit; the message names the tensor.
-        OutOfBoundsError: a page beyond the cache or the table.
+        OutOfBoundsError: a page beyond the cache.
     """
     del TotalCuCount, WavePerEU, VarCtxSchedule
     batch, next_n, _, dims = q_fp8.shape
@@ -69,16 +70,18 @@ def deepgemm_fp8_paged_mqa_logits(
     cache = kv_cache.view(kv_cache.shape[0], KVBlockSize, kv_cache.shape[-1])
     for request, context in enumerate(host(context_lens).tolist()):
         visited = min(-(-max(context, 0) // ChunkK) * ChunkK, max_model_len)
-        readable = min(context, max_model_len)
+        written = min(context, max_model_len)
+        readable = min(written, kv_indices.shape[1] * KVBlockSize)
         if visited == 0:
             continue
         keys_LD, scales_L = _paged_keys(cache, kv_indices[request], readable, dims, Preshuffle)
         rows = slice(request * next_n, (request + 1) * next_n)
         logits_JL = _logits(q_fp8[request], keys_LD, scales_L, weights[rows])
         last_J = context - next_n + torch.arange(next_n, device=logits_JL.device)
-        position_L = torch.arange(readable, device=logits_JL.device)
+        logits_JL = torch.nn.functional.pad(logits_JL, (0, written - readable))
+        position_L = torch.arange(written, device=logits_JL.device)
         out_logits[rows, :visited] = -math.inf
-        out_logits[rows, :readable] = logits_JL.masked_fill(position_L > last_J[:, None], -math.inf)
+        out_logits[rows, :written] = logits_JL.masked_fill(position_L > last_J[:, None], -math.inf)
 
 
 def fp8_mqa_logits(
@@ -112,7 +115,6 @@ def fp8_mqa_logits(
 def _paged_keys(cache: Tensor, table: Tensor, length: int, dims: int, preshuffle: bool) -> tuple[Tensor, Tensor]:
     position = torch.arange(length)
     entry = position // cache.shape[1]
-    require_inside("kv_indices", entry.numpy(), len(table))
     page = table.cpu().long()[entry]
     require_inside("kv_cache", page.numpy(), cache.shape[0])
     keys_LD, scales_L1 = read_keys(cache, page, position % cache.shape[1], dims, preshuffle)

@@ -40,6 +40,21 @@ def fused_moe(
     num_local_tokens: Tensor | None = None,
     moe_sorting_dispatch_policy: int = 0,
     dtype: torch.dtype | None = None,
+    hidden_pad: int = 0,
+    intermediate_pad: int = 0,
+    bias1: Tensor | None = None,
+    bias2: Tensor | None = None,
+    splitk: int = 0,
+    swiglu_limit: float | None = None,
+    beta: float | None = None,
+    linear_beta: float | None = None,
+    gate_mode: str | None = "separated",
+    shared_w1: Tensor | None = None,
+    shared_w2: Tensor | None = None,
+    shared_w1_scale: Tensor | None = None,
+    shared_w2_scale: Tensor | None = None,
+    shared_expert_id: int = -1,
+    stage2_scatter: object = None,
 ) -> Tensor:
     """Sum over each token's experts of weight * expert(token), [T, D].
 
@@ -54,7 +69,7 @@ def fused_moe(
         activation: only Silu.
         quant_type: No or per_1x128.
         w1_scale, w2_scale: fp32 [E, ceil(rows / 128), ceil(columns / 128)], any shape of that size.
-        block_size_M, moe_sorting_dispatch_policy: launch geometry, not observable.
+        block_size_M, moe_sorting_dispatch_policy, splitk: launch geometry, not observable.
         num_local_tokens: int [1]; later rows are not computed (0 here).
         dtype: of the output, that of `hidden_states` by default.
 
@@ -62,13 +77,22 @@ def fused_moe(
         ValueError: an argument that is not emulated, or a scale that is missing; the message names it.
         OutOfBoundsError: an expert id without a weight.
     """
-    del block_size_M, moe_sorting_dispatch_policy
+    del block_size_M, moe_sorting_dispatch_policy, splitk, shared_w1_scale, shared_w2_scale
     refused = {
         "activation": activation.name != "Silu",
         "quant_type": quant_type.name not in ("No", "per_1x128"),
         "doweight_stage1": doweight_stage1,
         "a1_scale": a1_scale is not None,
         "a2_scale": a2_scale is not None,
+        "hidden_pad": hidden_pad != 0,
+        "intermediate_pad": intermediate_pad != 0,
+        "bias1 or bias2": bias1 is not None or bias2 is not None,
+        "swiglu_limit": swiglu_limit is not None,
+        "beta or linear_beta": beta is not None or linear_beta is not None,
+        "gate_mode": gate_mode != "separated",
+        "shared_w1 or shared_w2": shared_w1 is not None or shared_w2 is not None,
+        "shared_expert_id": shared_expert_id != -1,
+        "stage2_scatter": stage2_scatter is not None,
     }
     if names := [name for name, present in refused.items() if present]:
         raise ValueError(f"fused_moe: not emulated: {', '.join(names)}; leave it at its default")

@@ -156,8 +156,7 @@ def _optimised(logits_TE: Tensor, bias_E: Tensor, renorm: bool, factor: float) -
     """The kernel for DeepSeek-V3's shape; ids come in candidate order, not sorted by weight."""
     experts, groups, kept, chosen = DEEPSEEK_SHAPE
     width = experts // groups
-    exponent_TE = (-_LOG2E * logits_TE.double()).float()
-    biased_TE = 1 / (1 + torch.exp2(exponent_TE.double()).float()) + bias_E
+    biased_TE = _sigmoid(logits_TE) + bias_E
     biased_TE = torch.where(biased_TE.isnan(), -math.inf, biased_TE)
     slots_TG = _first_by_pivot(_group_scores(biased_TE, groups), kept)
     candidates_TN = (slots_TG[..., None] * width + torch.arange(width, device=slots_TG.device)).flatten(1)
@@ -168,6 +167,12 @@ def _optimised(logits_TE: Tensor, bias_E: Tensor, renorm: bool, factor: float) -
         quads = pairs[:, 0::2] + pairs[:, 1::2]
         weights_TK = weights_TK * factor * (1 / (quads[:, :1] + quads[:, 1:]))
     return ids_TK, weights_TK
+
+
+def _sigmoid(logits: Tensor) -> Tensor:
+    """1 / (1 + 2^(-log2(e) x)), each step rounded to fp32; the kernels' exp2 and reciprocal are within an ulp of it."""
+    exponent = (-_LOG2E * logits.double()).float()
+    return 1 / (1 + torch.exp2(exponent.double()).float())
 
 
 def _first_by_pivot(values_TN: Tensor, count: int) -> Tensor:
@@ -181,7 +186,7 @@ def _generic(
     logits_TE: Tensor, bias_E: Tensor, groups: tuple[int, int], chosen: int, renorm: bool, factor: float
 ) -> tuple[Tensor, Tensor]:
     """The kernel for other shapes: sorted by biased score, ties by lane; where no expert wins, the id is the slot's."""
-    scores_TE = 1 / (1 + torch.exp(-logits_TE.double()).float())
+    scores_TE = _sigmoid(logits_TE)
     biased_TE = scores_TE + bias_E
     ranked_TE = torch.where(biased_TE.isnan(), -math.inf, biased_TE)
     kept_TG = _group_scores(ranked_TE, groups[0]).argsort(dim=1, descending=True, stable=True)[:, : groups[1]]

@@ -81,9 +81,9 @@ def top_k_per_row_prefill(
     k: int = 2048,
     stable: bool = False,
 ) -> None:
-    """As `top_k_per_row_decode`, over columns [rowStarts[r], rowEnds[r]) of row r; indices count from rowStarts[r].
+    """As `top_k_per_row_decode`, over columns [rowStarts[r], rowEnds[r]) of row r; indices are columns of the row.
 
-    `values`, if given, receives the logits of the indices, fp32 [numRows, k]; its padding is left alone.
+    `values`, if given, receives the logits of the indices, fp32 [numRows, k], and 0 where the index is -1.
     """
     del stride1
     _check(logits, indices, numRows, k)
@@ -111,11 +111,11 @@ def _select(
         keys = _ordered_bits(rows_MN[long])
         inside = torch.arange(width) < lengths_M[long, None]
         chosen_MK[long] = _top(keys.masked_fill(~inside, torch.iinfo(torch.int64).min), k, stable)
-    indices[: len(lengths_M)] = chosen_MK.to(indices)
-    if values is not None and width:
-        picked = rows_MN.gather(1, chosen_MK.clamp(min=0))
-        target = values[: len(lengths_M)]
-        target.copy_(torch.where((chosen_MK >= 0).to(target.device), picked.to(target), target))
+    padding_MK = chosen_MK < 0
+    indices[: len(lengths_M)] = (chosen_MK + starts_M[:, None]).masked_fill(padding_MK, -1).to(indices)
+    if values is not None:
+        picked_MK = rows_MN.gather(1, chosen_MK.clamp(min=0)) if width else torch.zeros(chosen_MK.shape)
+        values[: len(lengths_M)] = picked_MK.masked_fill(padding_MK, 0.0).to(values)
 
 
 def _top(keys_MN: Tensor, k: int, stable: bool) -> Tensor:
