@@ -19,7 +19,7 @@ from dsv32_fast.compiled import int32_array, int64_array, njit
 
 Ints = npt.NDArray[np.int32]
 
-OK, KV_START, KV_ORDER, QO_ORDER, QO_OUT_OF_RANGE, TOO_MANY_BLOCKS, TOO_FAR = range(7)
+OK, KV_START, KV_ORDER, QO_ORDER, QO_OUT_OF_RANGE, TOO_MANY_BLOCKS, TOO_FAR, OUT_OF_UNITS = range(8)
 _INT32_MAX = 2**31 - 1
 
 
@@ -64,6 +64,14 @@ def _fill_tail(values: Ints, first: int, value: int) -> None:
 
 
 @njit
+def _close_unit(work_indptr: Ints, cu: int, works: int) -> int:
+    """The next unit; the last one is never closed while a tile is left, and nothing is written if it is."""
+    if cu + 2 < len(work_indptr):
+        work_indptr[cu + 1] = works
+    return cu + 1
+
+
+@njit
 def schedule(
     batches: int,
     qo_address: int,
@@ -98,7 +106,8 @@ def schedule(
 
     The addresses are of qo_indptr and kv_indptr int32 [batches + 1], last_page_lens int32 [batches] (read for
     page_size > 1) and the buffers of `PlanBuffers`, work_indptr having at least num_cu + 1 entries; the other scalars
-    are those of `LaunchRules`. On any status but OK nothing has been written.
+    are those of `LaunchRules`. On any status but OK nothing has been written
+    (OUT_OF_UNITS, which the argument above excludes, apart).
     """
     qo_indptr = int32_array(qo_address, (batches + 1,))
     kv_indptr = int32_array(kv_address, (batches + 1,))
@@ -165,8 +174,7 @@ def schedule(
                     take = room - overhead
                     done = take >= left
                     if not done and take <= 0:
-                        cu += 1
-                        work_indptr[cu] = works
+                        cu = _close_unit(work_indptr, cu, works)
                         room = payload
                         continue
                     if not done and page_size == 1:
@@ -204,8 +212,7 @@ def schedule(
                     left -= take
                     room -= take + overhead
                     if not done:
-                        cu += 1
-                        work_indptr[cu] = works
+                        cu = _close_unit(work_indptr, cu, works)
                         room = payload
                 if pieces:
                     if tile < len(final_map):
@@ -217,6 +224,8 @@ def schedule(
                 tile += 1
                 if tile < len(reduce_indptr):
                     reduce_indptr[tile] = partials
+    if cu >= num_cu:
+        return OUT_OF_UNITS, cu, 0, 0, 0, 0
     _fill_tail(work_indptr, cu + 1, works)
     _fill_tail(reduce_indptr, tile + 1, partials)
     return OK, 0, works, tile, split_end, partials

@@ -260,6 +260,8 @@ def _raise_status(scheduler: ModuleType, status: int, where: int) -> None:
         raise ValueError(f"seqlens_qo_indptr is negative or decreases at index {where}; pass a cumulative sum")
     if status == scheduler.QO_OUT_OF_RANGE:
         raise UndefinedInAiter("uni_seqlen_qo <= 0 with several rows per request: AITER reads qo_indptr out of bounds")
+    if status == scheduler.OUT_OF_UNITS:
+        raise RuntimeError(f"the planner went on to compute unit {where}, which the device does not have; report this")
     if status == scheduler.TOO_FAR:
         raise UndefinedInAiter("query tokens x topk exceed int32: AITER's kv_start overflows")
     raise UndefinedInAiter("the blocks of all rows exceed int32: AITER's payload overflows")

@@ -117,6 +117,9 @@ class Case(msgspec.Struct, frozen=True):
     buffer_sizes: dict[str, int] | None = None
     outputs: Outputs | None = None
     derived: dict[str, Any] = {}
+    """The launch parameters that AITER chose."""
+    check: dict[str, Any] = {}
+    """What a coverage checker of the recorder said, `num_violations` among it."""
 
     @property
     def undefined(self) -> bool:
