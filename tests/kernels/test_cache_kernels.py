@@ -152,6 +152,22 @@ def test_scales_are_kept_in_fp32():
     assert cache[0, 0, 128:].view(torch.float32).item() == 0.5
 
 
+def test_values_are_multiplied_by_the_rounded_reciprocal():
+    """k * (1 / scale), not k / scale: near a midpoint of e4m3 the two round differently, and bytes must be AITER's."""
+    largest = 1 + torch.arange(64)[:, None] / 64
+    scale = largest / 448
+    midpoints = torch.tensor([17.0, 19.0, 34.0, 38.0, 152.0, 200.0]).repeat_interleave(5)
+    ulps = torch.tensor([-2, -1, 0, 1, 2], dtype=torch.int32).repeat(6)
+    k = torch.zeros(64, 128)
+    k[:, :1] = largest
+    k[:, 1:31] = ((midpoints * scale).view(torch.int32) + ulps).view(torch.float32)
+    cache = torch.zeros(64, 1, 132, dtype=torch.uint8)
+    indexer_k_quant_and_cache(k, cache, torch.arange(64), 128, "")
+    multiplied, divided = (k * (1 / scale)).to(FP8), (k / scale).to(FP8)
+    assert torch.equal(cache[:, 0, :128], multiplied.view(torch.uint8))
+    assert not torch.equal(cache[:, 0, :128], divided.view(torch.uint8)), "the example tells the two apart"
+
+
 def test_power_of_two_above():
     values = torch.tensor([1.0, 1.0000001, 0.75, 0.5, 2.0**-120, 3e-5])
     assert power_of_two_above(values).tolist() == [2.0 ** math.ceil(math.log2(v)) for v in values.tolist()]

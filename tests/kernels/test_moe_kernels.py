@@ -92,6 +92,28 @@ def test_block_quantised():
     assert 2.0**-8 < difference < 2.0**-4, "the activations were quantised, to fp8 and no worse"
 
 
+def one_expert(up, dtype=torch.float32):
+    """One token (1, 0, ..) and one expert: h = 16 up (silu(16) is 16 within 2e-6), and the output is h itself."""
+    x, w1, w2 = torch.zeros(1, 128), torch.zeros(1, 256, 128), torch.eye(128)[None]
+    x[0, 0] = 1
+    w1[0, :2, 0], w1[0, 128:130, 0] = 16, torch.tensor(up)
+    return x.bfloat16(), w1.to(dtype), w2.to(dtype), torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32)
+
+
+def test_intermediate_is_rounded_to_the_activation_dtype():
+    """16 * 1.003 = 16.048 is 16 in bf16, though output and weights are fp32 here."""
+    assert fused_moe(*one_expert([1.003, 0.0]), dtype=torch.float32)[0, 0].item() == 16.0
+
+
+def test_intermediate_is_quantised():
+    """h = (16, 1.125) has scale 1/28, in which 1.125 is 31.5; e4m3 makes that 32, so 8/7."""
+    ones = torch.ones(1, 2)
+    layer = one_expert([1.0, 0.0703125], FP8)
+    out = fused_moe(*layer, quant_type=QuantType.per_1x128, w1_scale=ones, w2_scale=ones[:, :1], dtype=torch.float32)
+    assert abs(out[0, 1].item() - 8 / 7) < 1e-6
+    assert abs(out[0, 0].item() - 16) < 1e-5
+
+
 def test_experts_of_other_ranks_contribute_nothing():
     """One rank per expert: the ranks' outputs add up to the whole, within the E + K roundings of the two sums."""
     layer = Layer()

@@ -67,7 +67,7 @@ def split_kv_decode(
     pieces, split_of_piece = _cut(operands, qo_indptr, kv_indptr, kv_last_page_lens, splits, causal)
     rows, heads, device = o_RHC.shape[0], o_RHC.shape[1], o_RHC.device
     outputs_RSHC = poison((rows, splits, heads, operands.latent), device)
-    lses_RSH = torch.full((rows, splits, heads), -math.inf, device=device)
+    lses_RSH = poison((rows, splits, heads), device)
     for batch, output_WJHC, lse_WJH in attend(pieces, operands):
         row_WJ = pieces.q_start[batch, None] + np.arange(output_WJHC.shape[1])
         require_inside("o", row_WJ, rows)
