@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from plans import attention
+from kernel_worlds import attention
 
 from dsv32_fast.kernels import aiter as backend
 from dsv32_fast.kernels import installed, protocol

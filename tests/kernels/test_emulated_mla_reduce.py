@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from plans import U16, U32
+from kernel_worlds import U16, U32
 
 from dsv32_fast.kernels.emulated.memory import OutOfBoundsError
 from dsv32_fast.kernels.emulated.reduce import mla_reduce_v1

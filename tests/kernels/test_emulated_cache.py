@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from plans import U8, U32
+from kernel_worlds import U8, U32
 
 from dsv32_fast.kernels.emulated.cache import (
     concat_and_cache_mla,

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from plans import U32
+from kernel_worlds import U32
 
 from dsv32_fast.kernels.emulated.device import MI300X, emulated_device
 from dsv32_fast.kernels.emulated.memory import OutOfBoundsError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from plans import U8, U16, U32
+from kernel_worlds import U8, U16, U32
 
 from dsv32_fast.kernels.emulated.memory import OutOfBoundsError
 from dsv32_fast.kernels.emulated.moe import fused_moe

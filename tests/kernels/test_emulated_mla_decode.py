@@ -6,11 +6,13 @@ import math
 
 import pytest
 import torch
-from plans import U8, assert_attends, attention, plan_buffers, windows, world
+from kernel_worlds import U8, assert_attends, attention, plan_buffers, windows, world
 
 from dsv32_fast.kernels.emulated.attention import head_fold, mla_decode_fwd, uses_persistent_kernel
 from dsv32_fast.kernels.emulated.device import MI300X, emulated_device
 from dsv32_fast.kernels.emulated.memory import OutOfBoundsError
+from dsv32_fast.kernels.emulated.metadata import get_mla_metadata_v1
+from dsv32_fast.kernels.emulated.metadata_info import get_mla_metadata_info_v1
 from dsv32_fast.kernels.emulated.splitkv import get_meta_param
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -120,6 +122,69 @@ def test_stale_plan_of_a_larger_batch_leaves_the_allocation():
     step = world([20, 30])
     with pytest.raises(OutOfBoundsError, match=r"q: access to row 2 of 2"):
         step.run(plan_buffers(windows([20, 15, 15])))
+
+
+def test_stale_plan_of_a_larger_batch_overwrites_the_neighbours_of_a_workspace():
+    """q and o as views of a workspace, as vLLM pads for a graph: the surplus rows are read from and written behind."""
+    step = world([20, 30, 40])
+    whole = step.q.clone()
+    plan = plan_buffers(windows([20, 30, 40]))
+    expected, _, _ = step.run(plan)
+    workspace = torch.full((4, 4, 16), 768.0, dtype=BF16)
+    indptr = torch.tensor([0, 20, 50], dtype=torch.int32)
+    mla_decode_fwd(
+        whole[:2], step.kv, workspace[:2], torch.arange(3, dtype=torch.int32), indptr, step.indices,
+        torch.ones(2, dtype=torch.int32), 1, sm_scale=0.3, **plan,
+    )  # fmt: skip
+    assert torch.equal(workspace[:3], expected)
+    assert (workspace[3] == 768).all()
+
+
+def test_plan_with_more_works_than_it_has_rows():
+    step = world([20])
+    plan = plan_buffers(windows([20]))
+    plan["work_indptr"] = plan["work_indptr"] + torch.arange(9, dtype=torch.int32)
+    with pytest.raises(OutOfBoundsError, match="work_info_set: access to row"):
+        step.run(plan)
+
+
+@pytest.mark.parametrize("cap", [-1, 16])
+@pytest.mark.parametrize("seed", range(6))
+def test_steps_of_the_emulated_planner(seed, cap):
+    """Random steps with empty rows, planned for 256 units; an empty row is not written, with a work or without."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = int(torch.randint(1, 20, (1,), generator=generator))
+    lengths = torch.randint(0, 500, (batch,), generator=generator)
+    lengths[torch.rand(batch, generator=generator) < 0.2] = 0
+    step = world(lengths.tolist(), heads=16, seed=seed)
+    indptr = torch.tensor([0, *lengths.cumsum(0).tolist()], dtype=torch.int32)
+    sizes = get_mla_metadata_info_v1(batch, 1, 16, BF16, BF16, True, max_split_per_batch=cap)
+    meta, work_indptr, work_info, *maps = [torch.full(_shape(shape), 10**6).to(dtype) for shape, dtype in sizes]
+    qo, last = torch.arange(batch + 1, dtype=torch.int32), torch.ones(batch, dtype=torch.int32)
+    get_mla_metadata_v1(
+        qo, indptr, last, 16, 1, True, meta, work_info, work_indptr, *maps, max_seqlen_qo=1, uni_seqlen_qo=1,
+        max_split_per_batch=cap,
+    )  # fmt: skip
+    names = (
+        "work_meta_data",
+        "work_indptr",
+        "work_info_set",
+        "reduce_indptr",
+        "reduce_final_map",
+        "reduce_partial_map",
+    )
+    plan = dict(zip(names, (meta, work_indptr, work_info, *maps), strict=True))
+    out, _, lse = step.run(plan)
+    for row, length in enumerate(lengths.tolist()):
+        if length:
+            assert_attends(step, out, row, step.indices[slice(*own(step.lengths, row))], 64)
+        else:
+            assert (out[row] == 768).all()
+            assert lse[row].isnan().all()
+
+
+def _shape(shape):
+    return shape if isinstance(shape, tuple) else (shape,)
 
 
 def test_stale_plan_of_a_longer_batch_reads_the_old_entries_of_the_index_buffer():
@@ -236,17 +301,23 @@ def test_pages(page, length):
     for token in range(length):
         kv[int(order[token // page]), token % page, 0] = keys[token]
     q, last = torch.randn(1, 4, 24, generator=generator).bfloat16(), length - (pages - 1) * page
+    ints = [torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [0, pages])]
+    last_lens = torch.tensor([last], dtype=torch.int32)
+
+    def check(pieces, **kernel):
+        out = torch.full((1, 4, 16), 768.0, dtype=BF16)
+        mla_decode_fwd(q, kv, out, *ints, order, last_lens, 1, page_size=page, sm_scale=0.3, **kernel)
+        expected = attention(q[0].float(), keys.float(), 16, 0.3, pieces)
+        assert ((out[0].double() - expected.output).abs() <= expected.bound).all()
+
     cut = pages // 2
     for cuts in ([(0, pages)], [(0, cut), (cut, pages)]) if cut else ([(0, pages)],):
         plan = plan_buffers([cuts])
         for work, (_, end) in zip(plan["work_info_set"], cuts, strict=False):
             work[6] = 0 if end == pages else (pages - end - 1) * page + last
-        out = torch.full((1, 4, 16), 768.0, dtype=BF16)
-        ints = [torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [0, pages])]
-        last_lens = torch.tensor([last], dtype=torch.int32)
-        mla_decode_fwd(q, kv, out, *ints, order, last_lens, 1, page_size=page, sm_scale=0.3, **plan)
-        expected = attention(q[0].float(), keys.float(), 16, 0.3, len(cuts))
-        assert ((out[0].double() - expected.output).abs() <= expected.bound).all()
+        check(len(cuts), **plan)
+    for splits in (1, 3):
+        check(splits, num_kv_splits=splits)
 
 
 def quantised(step, q_scale=0.37, kv_scale=0.21):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from plans import U32
+from kernel_worlds import U32
 
 from dsv32_fast.kernels.emulated.cache import indexer_k_quant_and_cache
 from dsv32_fast.kernels.emulated.indexer import deepgemm_fp8_paged_mqa_logits, fp8_mqa_logits
