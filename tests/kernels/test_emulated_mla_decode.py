@@ -415,6 +415,9 @@ def test_gate(monkeypatch):
     assert uses_persistent_kernel(*shape, 500, None)
     monkeypatch.setenv("AITER_MLA_DECODE_PERSISTENT_MAX_BATCH", "3")
     assert not uses_persistent_kernel(*shape, 3, None)
+    monkeypatch.setenv("AITER_MLA_DECODE_PERSISTENT_MAX_BATCH", "many")
+    assert not uses_persistent_kernel(*shape, 32, None)
+    assert uses_persistent_kernel(*shape, 31, None)
     with emulated_device(MI300X):
         assert uses_persistent_kernel(*shape, 500, None)
 

@@ -137,12 +137,20 @@ def uses_persistent_kernel(
     """False where AITER (v0.1.18 and later) silently ignores the plan and runs the split-KV kernel.
 
     That is on gfx950 with bf16, 16 heads, one query row and a batch of at least AITER_MLA_DECODE_PERSISTENT_MAX_BATCH
-    (32 if unset; 0 or less never), unless the caller fixes `num_kv_splits`.
+    (32 if unset or no number; 0 or less never), unless the caller fixes `num_kv_splits`. AITER reads the variable once
+    per process, the emulation at every call.
     """
-    limit = int(os.environ.get(GATE_VARIABLE, str(GATE_DEFAULT)))
+    limit = _gate_limit()
     gated_shape = current_device().arch == "gfx950" and heads == 16 and max_seqlen_q == 1
     both_bf16 = q_dtype == kv_dtype == torch.bfloat16
     return not (num_kv_splits is None and gated_shape and both_bf16 and 0 < limit <= batch)
+
+
+def _gate_limit() -> int:
+    try:
+        return int(os.environ.get(GATE_VARIABLE, GATE_DEFAULT))
+    except ValueError:
+        return GATE_DEFAULT
 
 
 def head_fold(q_dtype: torch.dtype, kv_dtype: torch.dtype, heads: int, max_seqlen_q: int) -> int:
