@@ -117,7 +117,7 @@ def _softmax_times_values(scores_WNL: Tensor, v_WLC: Tensor, dtype: torch.dtype)
     # A row without a key has maximum -inf; subtracting 0 instead keeps its probabilities 0.
     p_WNL = torch.exp(scores_WNL - max_WN1.masked_fill(max_WN1 == -math.inf, 0.0))
     sum_WN1 = p_WNL.sum(2, keepdim=True)
-    output_WNC = torch.bmm(p_WNL, v_WLC)
+    output_WNC = torch.bmm(p_WNL.to(dtype).float(), v_WLC)
     output_WNC *= torch.where(sum_WN1 == 0, 0.0, 1 / sum_WN1)
     return output_WNC, (max_WN1 + torch.log(sum_WN1)).squeeze(2)
 
