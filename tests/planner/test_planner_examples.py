@@ -93,6 +93,20 @@ def test_parallel_planner_drops_empty_rows_that_do_not_fit(monkeypatch):
     assert [w[4:6] for w in rows(kept) if w[0] in (2, 3)] == [[4096, 4096]] * 2
 
 
+def test_an_empty_row_that_fits_exactly_is_kept():
+    """Two empty rows cost 16 each, 2 splits: payload 16 + 16. The second finds just the overhead left and is kept."""
+    plan = decode([0, 0], cap=1)
+    assert plan.work_indptr[:3].tolist() == [0, 2, 2]
+    assert [w[0] for w in rows(plan)] == [0, 1]
+
+
+def test_an_empty_row_that_does_not_fit_leaves_the_unit_open():
+    """Payload 5 + 16. Row 0 takes 17 of 21, rows 1 and 2 find 4 and are dropped, row 3 opens the next unit."""
+    plan = decode([1, 0, 0, 1], cap=4)
+    assert plan.work_indptr[:4].tolist() == [0, 1, 2, 2]
+    assert [w[0] for w in rows(plan)] == [0, 3]
+
+
 def test_no_rows():
     plan = decode([], plan=buffers(4))
     assert not plan.work_indptr.any()

@@ -166,10 +166,8 @@ def schedule(
                     if ratio > 1 and not sparse:
                         tail = max(0, tiles_per_row - 1 - (q_start // ratio) % uni)
                 left, kv_start, pieces = blocks, begin, 0
-                done = False
-                if parallel and length == 0 and room < overhead:
-                    # AITER's own: an empty row that does not fit gets no work, and the unit counts as full.
-                    room, done = 0, True
+                # The parallel planner gives an empty row that does not fit no work at all; the serial one moves on.
+                done = parallel and length == 0 and room < overhead
                 while not done:
                     take = room - overhead
                     done = take >= left

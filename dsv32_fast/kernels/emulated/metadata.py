@@ -8,8 +8,8 @@ UNPINNED: rules that no recorded plan covers, implemented from the description a
 folded heads with more than one query token or with max_split_per_batch > 0; is_causal together with
 is_cp_round_robin; topk with page_size > 1 or uni_seqlen_qo > 1; the cancelled cut at a tail with several query tiles;
 num_heads_k > 1; page sizes other than 1 and 64; fp8 with 32 heads and 3 query tokens; gfx942 with fp8 and 64 heads for
-more than one query token, or with folded heads; max_seqlen_qo <= 0; a call without rows; the exact row count at which
-the parallel planner gives way to the serial one.
+more than one query token, or with folded heads; max_seqlen_qo <= 0; a call without rows; an empty row that just fits;
+the exact row count at which the parallel planner gives way to the serial one.
 """
 
 from __future__ import annotations

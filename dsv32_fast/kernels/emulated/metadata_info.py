@@ -1,7 +1,7 @@
 """Buffer sizes of a plan, as AITER's pure-Python `get_mla_metadata_info_v1` computes them (commit e404860).
 
 Exact on the sizes of all recorded plans. Rules that no recorded plan pins, implemented from the text alone: gfx942
-with folded heads, and the experimental kernel with `is_sparse`.
+with folded heads, the experimental kernel with `is_sparse`, and `max_split_per_batch`.
 """
 
 from __future__ import annotations
@@ -87,6 +87,6 @@ def _tiles_per_row(seqlen_qo: int, heads: int, *, q_fp8: bool, kv_fp8: bool) -> 
         return seqlen_qo if 2 * heads > 64 else -(-packed // 64)
     if heads == 16 or (both_fp8 and ((heads == 32 and seqlen_qo == 4) or heads in (64, 128))):
         return -(-packed // 128)
-    if not (q_fp8 or kv_fp8) and (packed >= 128 or heads > 64) and heads != 48:
+    if not (q_fp8 or kv_fp8) and (packed >= 128 or heads > 64):
         return seqlen_qo if 2 * heads > 128 else -(-packed // 128)
     return -(-packed // 16)

@@ -95,7 +95,6 @@ def plan_lists(
             tile = tiles[number]
             left = tile.blocks - done
             if rules.parallel and tile.end == tile.begin and room < overhead:
-                room = 0
                 number += 1
                 plan.reduce_indptr.append(plan.reduce_indptr[-1])
                 continue
