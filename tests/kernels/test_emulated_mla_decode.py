@@ -455,9 +455,17 @@ def test_what_the_split_kv_kernel_returns_of_a_single_split():
     assert partials is out
     _, _, unasked = step.run({}, num_kv_splits=1, return_lse=False)
     assert torch.equal(unasked[:, 0, :, 0], lse)
+    assert step.run({}, num_kv_splits=2)[1].shape == (2, 2, 8, 16)
     step.q = torch.cat([step.q, step.q], 1)
     _, partials, _ = step.run({}, num_kv_splits=1)
     assert partials.shape == (2, 1, 16, 16)
+
+
+@pytest.mark.parametrize(("heads", "parts"), [(16, 2), (8, 2), (4, 7), (64, 4)])
+def test_short_rows_use_fewer_splits(heads, parts):
+    """100 keys in 16 splits: parts of at least 64 tokens (8 or 16 heads), 32 (64 heads) or 16; the rest is not written."""
+    _, partials, _ = world([100], heads=heads).run({}, num_kv_splits=16)
+    assert (~partials[0].isnan().flatten(1).any(1)).tolist() == [part < parts for part in range(16)]
 
 
 def test_split_counts():
