@@ -463,7 +463,7 @@ def test_what_the_split_kv_kernel_returns_of_a_single_split():
 
 @pytest.mark.parametrize(("heads", "parts"), [(16, 2), (8, 2), (4, 7), (64, 4)])
 def test_short_rows_use_fewer_splits(heads, parts):
-    """100 keys in 16 splits: parts of at least 64 tokens (8 or 16 heads), 32 (64 heads) or 16; the rest is not written."""
+    """100 keys in 16 splits: parts of at least 64 (8 or 16 heads), 32 (64 heads) or 16; the rest is unwritten."""
     _, partials, _ = world([100], heads=heads).run({}, num_kv_splits=16)
     assert (~partials[0].isnan().flatten(1).any(1)).tolist() == [part < parts for part in range(16)]
 
