@@ -148,6 +148,26 @@ def test_plan_with_more_works_than_it_has_rows():
         step.run(plan)
 
 
+def emulated_plan(lengths, heads, q=1, page=1, cap=-1):
+    """The plan of the emulated planner in buffers full of junk, and qo_indptr, kv_indptr and last page lengths."""
+    pages = [-(-n // page) for n in lengths]
+    indptr = torch.tensor([0, *torch.tensor(pages).cumsum(0).tolist()], dtype=torch.int32)
+    last = torch.tensor(
+        [n - (p - 1) * page if p else 0 for n, p in zip(lengths, pages, strict=True)], dtype=torch.int32
+    )
+    qo = torch.arange(len(lengths) + 1, dtype=torch.int32) * q
+    sizes = get_mla_metadata_info_v1(len(lengths), q, heads, BF16, BF16, q == 1, max_split_per_batch=cap)
+    buffers = [torch.full(shape if isinstance(shape, tuple) else (shape,), 10**6).to(dtype) for shape, dtype in sizes]
+    meta, work_indptr, work_info, *maps = buffers
+    get_mla_metadata_v1(
+        qo, indptr, last, heads, 1, True, meta, work_info, work_indptr, *maps, page_size=page, max_seqlen_qo=q,
+        uni_seqlen_qo=q, max_split_per_batch=cap,
+    )  # fmt: skip
+    plan = {"work_meta_data": meta, "work_indptr": work_indptr, "work_info_set": work_info}
+    plan |= dict(zip(("reduce_indptr", "reduce_final_map", "reduce_partial_map"), maps, strict=True))
+    return plan, (qo, indptr, last)
+
+
 @pytest.mark.parametrize("cap", [-1, 16])
 @pytest.mark.parametrize("seed", range(6))
 def test_steps_of_the_emulated_planner(seed, cap):
@@ -157,25 +177,9 @@ def test_steps_of_the_emulated_planner(seed, cap):
     lengths = torch.randint(0, 500, (batch,), generator=generator)
     lengths[torch.rand(batch, generator=generator) < 0.2] = 0
     step = world(lengths.tolist(), heads=16, seed=seed)
-    indptr = torch.tensor([0, *lengths.cumsum(0).tolist()], dtype=torch.int32)
-    sizes = get_mla_metadata_info_v1(batch, 1, 16, BF16, BF16, True, max_split_per_batch=cap)
-    meta, work_indptr, work_info, *maps = [torch.full(_shape(shape), 10**6).to(dtype) for shape, dtype in sizes]
-    qo, last = torch.arange(batch + 1, dtype=torch.int32), torch.ones(batch, dtype=torch.int32)
-    get_mla_metadata_v1(
-        qo, indptr, last, 16, 1, True, meta, work_info, work_indptr, *maps, max_seqlen_qo=1, uni_seqlen_qo=1,
-        max_split_per_batch=cap,
-    )  # fmt: skip
-    names = (
-        "work_meta_data",
-        "work_indptr",
-        "work_info_set",
-        "reduce_indptr",
-        "reduce_final_map",
-        "reduce_partial_map",
-    )
-    plan = dict(zip(names, (meta, work_indptr, work_info, *maps), strict=True))
+    plan, _ = emulated_plan(step.lengths, 16, cap=cap)
     out, _, lse = step.run(plan)
-    for row, length in enumerate(lengths.tolist()):
+    for row, length in enumerate(step.lengths):
         if length:
             assert_attends(step, out, row, step.indices[slice(*own(step.lengths, row))], 64)
         else:
@@ -183,8 +187,26 @@ def test_steps_of_the_emulated_planner(seed, cap):
             assert lse[row].isnan().all()
 
 
-def _shape(shape):
-    return shape if isinstance(shape, tuple) else (shape,)
+@pytest.mark.parametrize("page", [1, 64])
+@pytest.mark.parametrize(("heads", "q"), [(16, 2), (16, 4), (32, 3), (128, 2), (128, 4), (64, 4)])
+def test_several_query_rows_of_the_emulated_planner(heads, q, page):
+    """Planner and kernel agree on what kv_offset means: row j of q sees all but the last q-1-j keys of its request."""
+    lengths = [5, 200, 64, 130]
+    step = world(lengths, heads=heads)
+    step.q = torch.randn(len(lengths) * q, heads, 24, generator=torch.Generator().manual_seed(1)).bfloat16()
+    plan, (qo, indptr, last) = emulated_plan(lengths, heads, q, page)
+    keys = [step.kv[step.indices[slice(*own(lengths, r))].long(), 0, 0] for r in range(len(lengths))]
+    kv = torch.full((int(indptr[-1]), page, 1, 24), math.nan, dtype=BF16)
+    for row, rows in enumerate(keys):
+        kv[int(indptr[row]) : int(indptr[row + 1]), :, 0].view(-1, 24)[: len(rows)] = rows
+    out = torch.full((len(step.q), heads, 16), 768.0, dtype=BF16)
+    indices = torch.arange(int(indptr[-1]), dtype=torch.int32)
+    mla_decode_fwd(step.q, kv, out, qo, indptr, indices, last, q, page_size=page, sm_scale=0.3, **plan)
+    for token in range(len(step.q)):
+        request, row = divmod(token, q)
+        seen = keys[request][: lengths[request] - (q - 1 - row)]
+        expected = attention(step.q[token].float(), seen.float(), 16, 0.3, 64)
+        assert ((out[token].double() - expected.output).abs() <= expected.bound).all(), (request, row)
 
 
 def test_stale_plan_of_a_longer_batch_reads_the_old_entries_of_the_index_buffer():
