@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from dsv32_fast.batch import StepBatch
-from dsv32_fast.kernels import MetadataKernels
+from dsv32_fast.kernels.protocol import PlannerKernels
 from dsv32_fast.options import KeyPolicy, Options, SplitCap
 from dsv32_fast.plan import PlanBuffers
 
@@ -108,7 +108,7 @@ class MetadataBuilder:
 
     config: BuilderConfig
     options: Options
-    kernels: MetadataKernels
+    kernels: PlannerKernels
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     counts: BuildCounts = field(default_factory=BuildCounts)
     last_key: Hashable = None

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 
-class MlaKernels(Protocol):
-    """Planner and attention of absorbed MLA decode."""
+class PlannerKernels(Protocol):
+    """The planner of absorbed MLA decode."""
 
     def get_mla_metadata_info_v1(
         self,
@@ -64,6 +64,10 @@ class MlaKernels(Protocol):
     ) -> None:
         """Write a plan into the six buffers, work_info_set before work_indptr."""
         ...
+
+
+class MlaKernels(PlannerKernels, Protocol):
+    """Planner and attention of absorbed MLA decode."""
 
     def mla_decode_fwd(
         self,

@@ -25,8 +25,8 @@ class QuantType(enum.Enum):
     """Granularity of the scales; names are AITER's, values carry no meaning."""
 
     No = enum.auto()
-    per_Tensor = enum.auto()  # noqa: N815
-    per_Token = enum.auto()  # noqa: N815
+    per_Tensor = enum.auto()
+    per_Token = enum.auto()
     per_1x128 = enum.auto()
 
 

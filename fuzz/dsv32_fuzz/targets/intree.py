@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from dsv32_fast.batch import StepBatch
-from dsv32_fast.kernels import MetadataKernels, emulated
+from dsv32_fast.kernels import emulated
 from dsv32_fast.kernels.emulated.device import MI355X, DeviceProperties, emulated_device
+from dsv32_fast.kernels.protocol import PlannerKernels
 from dsv32_fast.metadata import BuilderConfig, MetadataBuilder, max_split_per_batch, metadata_key
 from dsv32_fast.options import Options
 from dsv32_fuzz.case import Dims
@@ -34,7 +35,7 @@ _BUFFERS = (
 class RecordingKernels:
     """Passes every call on and keeps what reached the planner since `take` was last called."""
 
-    kernels: MetadataKernels
+    kernels: PlannerKernels
     _last: PlannerInput | None = None
     _signature: inspect.Signature = field(init=False)
 
