@@ -30,6 +30,9 @@ nightly: $(VENV)/ready
 	$(BIN)/python -m pytest -m nightly
 	$(BIN)/dsv32 bench plan
 
+evidence: $(VENV)/ready
+	$(BIN)/python docs/evidence.py
+
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) -e ".[$(EXTRAS)]"

@@ -79,14 +79,14 @@ def test_installed_command_replays_its_recordings(installed: Path, tmp_path: Pat
 
 def test_plugin_passes_the_repaired_key(installed: Path, tmp_path: Path) -> None:
     arguments = ("-q", "--pyargs", "dsv32_fuzz", "--dsv32-options", "pr47766", "--dsv32-profile", "ci")
-    done = run(installed, "pytest", *arguments, cwd=tmp_path)
+    done = run(installed, "python", "-m", "pytest", *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
     assert "7 passed" in done.stdout
 
 
 def test_plugin_fails_the_defective_key_and_saves_the_case(installed: Path, tmp_path: Path) -> None:
     arguments = ("-q", "--pyargs", "dsv32_fuzz", "--dsv32-options", "pr42982", "-k", "decode or plans")
-    done = run(installed, "pytest", *arguments, cwd=tmp_path)
+    done = run(installed, "python", "-m", "pytest", *arguments, cwd=tmp_path)
     assert done.returncode == 1, done.stdout
     assert "FAILED key_sufficiency" in done.stdout
     assert "1 failed, 2 passed" in done.stdout
@@ -96,6 +96,6 @@ def test_plugin_fails_the_defective_key_and_saves_the_case(installed: Path, tmp_
 
 
 def test_plugin_refuses_unknown_options(installed: Path, tmp_path: Path) -> None:
-    done = run(installed, "pytest", "--pyargs", "dsv32_fuzz", "--dsv32-options", "x", cwd=tmp_path)
+    done = run(installed, "python", "-m", "pytest", "--pyargs", "dsv32_fuzz", "--dsv32-options", "x", cwd=tmp_path)
     assert done.returncode != 0
     assert "choose one of baseline" in done.stdout + done.stderr
