@@ -1,4 +1,4 @@
-"""Regenerates docs/evidence.md: every figure in it is printed by a command of this file. Run it with `make evidence`."""
+"""Regenerates docs/evidence.md: every figure in it is printed by a command here. Run it with `make evidence`."""
 
 from __future__ import annotations
 
