@@ -8,7 +8,7 @@ class (what is the smallest case that fails?), and the skip-rate table.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import msgspec
@@ -48,16 +48,16 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Per traffic class."""
     fuzz_examples: int
     """Per traffic class at least, whatever the time: a slow machine must not search less."""
+    table_requests: tuple[int, ...]
+    """Requests served per row of the skip-rate table: ten waves, and about the 956 steps of the PR's trace."""
 
 
 PROFILES: dict[str, Profile] = {
-    "ci": Profile(workload_seconds=5, fuzz_seconds=1, fuzz_examples=200),
-    "signoff": Profile(workload_seconds=45, fuzz_seconds=14, fuzz_examples=200),
-    "nightly": Profile(workload_seconds=600, fuzz_seconds=300, fuzz_examples=200),
+    "ci": Profile(workload_seconds=5, fuzz_seconds=1, fuzz_examples=200, table_requests=(128,)),
+    "signoff": Profile(workload_seconds=45, fuzz_seconds=14, fuzz_examples=200, table_requests=(640, 128)),
+    "nightly": Profile(workload_seconds=600, fuzz_seconds=300, fuzz_examples=200, table_requests=(640, 128)),
 }
 
-TABLE_REQUESTS = (640, 128)
-"""Requests served per row of the skip-rate table: ten waves, and about the 956 steps of the PR's trace."""
 SHORT_INPUT = 1000
 
 
@@ -76,7 +76,7 @@ def sequence_workload(number: int) -> Workload:
     )
 
 
-def campaign(target: Target, profile: Profile, *, run_seed: int) -> Iterator[Event]:
+def campaign(target: Target, profile: Profile, *, run_seed: int) -> Generator[Event, None, None]:
     """Run every phase; the last event is `RunFinished`. Ctrl-C ends it early, with what is finished told."""
     started, interrupted = time.monotonic(), False
     try:
@@ -86,7 +86,7 @@ def campaign(target: Target, profile: Profile, *, run_seed: int) -> Iterator[Eve
         for scope in SCOPES:
             yield from search(target, scope, profile, run_seed)
         if isinstance(target, InTreeTarget) and target.caches:
-            yield from skip_rates(target, run_seed)
+            yield from skip_rates(target, profile.table_requests, run_seed)
     except KeyboardInterrupt:
         interrupted = True
     yield RunFinished(seconds=time.monotonic() - started, interrupted=interrupted)
@@ -128,16 +128,16 @@ def search(target: Target, scope: str, profile: Profile, run_seed: int) -> Itera
     yield from explore(target, scope, CHECKS, run_seed=run_seed, seconds=seconds, examples=examples)
 
 
-def skip_rates(target: InTreeTarget, run_seed: int) -> Iterator[Event]:
+def skip_rates(target: InTreeTarget, requests: tuple[int, ...], run_seed: int) -> Iterator[Event]:
     """The skip-rate table of the PR's workload, and what a workload below topk does."""
     phase = "skip_rate"
     yield PhaseStarted(phase=phase, title="count how often the plan is reused")
     rows = []
-    for done, requests in enumerate(TABLE_REQUESTS, 1):
-        workload = msgspec.structs.replace(PR42982_WORKLOAD, num_requests=requests)
+    for done, count_of_requests in enumerate(requests, 1):
+        workload = msgspec.structs.replace(PR42982_WORKLOAD, num_requests=count_of_requests)
         counts = skip_table(target.key_of, workload=workload, seed=run_seed, scalars=target.scalars_of)
         rows += [_skip_row(count) for count in counts]
-        yield Progress(phase=phase, done=done / len(TABLE_REQUESTS), text=f"{len(rows)} serving runs")
+        yield Progress(phase=phase, done=done / len(requests), text=f"{len(rows)} serving runs")
     yield TableMade(name="skip_rate", rows=rows)
     short = msgspec.structs.replace(PR42982_WORKLOAD, input_len=SHORT_INPUT)
     count = skip_rate(short, target.key_of, seed=run_seed, scalars=target.scalars_of)

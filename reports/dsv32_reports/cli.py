@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from dsv32_fuzz.replay import replay_case
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_fuzz.verdict import Status, Verdict, worst
 from dsv32_reports import signoff as signoff_run
+from dsv32_reports.interrupt import interrupts
 from dsv32_reports.model import EXIT_CODES, EXIT_INTERRUPTED, EXIT_USAGE
 from dsv32_reports.terminal import ProgressListener, print_report
 
@@ -106,7 +106,8 @@ def signoff(
     started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     listener = ProgressListener(Console(stderr=True, quiet=quiet))
     try:
-        evidence = signoff_run.collect(campaign(target, PROFILES[profile], run_seed=seed), folder, [listener])
+        events = campaign(target, PROFILES[profile], run_seed=seed)
+        evidence = signoff_run.collect(events, folder, [listener], interrupts)
     finally:
         listener.close()
     report = signoff_run.make_report(evidence, target, run_id=run_id, seed=seed, profile=profile, started=started)
@@ -195,11 +196,7 @@ def bench_plan_command(
     return 0
 
 
-def _terminate(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
-
-
 def main() -> None:
     """Entry point of the console script; a polite kill is an interrupt, so that what was found is written."""
-    signal.signal(signal.SIGTERM, _terminate)
+    interrupts.install()
     app()

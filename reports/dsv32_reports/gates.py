@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from dsv32_fuzz.events import VerdictReached
 from dsv32_fuzz.verdict import Status, worst
-from dsv32_reports.model import Gate, Outcome, ScopeLine
+from dsv32_reports.model import Gate, Outcome, ScopeLine, Traffic
 
 GATES: dict[str, tuple[str, str, frozenset[str]]] = {
     "planner": (
@@ -88,6 +88,18 @@ def _scope_text(event: VerdictReached) -> str:
     how = {"proof": "by exhaustion", "workload": "", "recordings": ""}.get(event.phase.partition(":")[0], "fuzzed")
     title = SCOPE_TITLES.get(event.scope, event.scope)
     return f"{title} ({how})" if how else title
+
+
+def by_traffic(reached: Sequence[VerdictReached]) -> list[Traffic]:
+    """One line per traffic class that was searched, so that GO for one and NO-GO for another are two lines."""
+    scopes = list(dict.fromkeys(event.scope for event in reached if event.phase.startswith("fuzz:")))
+    lines = []
+    for scope in scopes:
+        verdicts = [event.verdict for event in reached if event.scope == scope]
+        failed = [verdict.check for verdict in verdicts if verdict.status is Status.FAILED]
+        status = worst([verdict.status for verdict in verdicts])
+        lines.append(Traffic(scope=SCOPE_TITLES.get(scope, scope), status=status, failed=failed))
+    return lines
 
 
 def decide(gates: Sequence[Gate], *, interrupted: bool) -> tuple[Outcome, str]:

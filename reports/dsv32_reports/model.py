@@ -43,6 +43,14 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
     lines: list[ScopeLine]
 
 
+class Traffic(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that was found in one traffic class, over all gates: its worst status, and the checks that failed."""
+
+    scope: str
+    status: Status
+    failed: list[str]
+
+
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """A counterexample that was saved, and the command that shows it again."""
 
@@ -81,6 +89,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     profile: str
     gates: list[Gate]
+    traffic: list[Traffic]
     findings: list[Finding]
     sequences: Sequences | None
     tables: dict[str, list[dict[str, Any]]]

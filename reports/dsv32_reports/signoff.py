@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from dsv32_fuzz.events import (
 from dsv32_fuzz.targets import Target
 from dsv32_fuzz.verdict import Status
 from dsv32_reports.fingerprint import fingerprint
-from dsv32_reports.gates import NOT_JUDGED, decide, make_gates
+from dsv32_reports.gates import NOT_JUDGED, by_traffic, decide, make_gates
 from dsv32_reports.html_page import render_html
+from dsv32_reports.interrupt import Interrupts
 from dsv32_reports.json_file import encode, journal_line
 from dsv32_reports.model import Finding, Report, Sequences
 from dsv32_reports.statistics import failure_rate_upper_bound
@@ -66,18 +67,30 @@ def new_id(options_text: str) -> str:
     return f"{options_text.replace(' ', '_').replace('=', '-')}-{stamp}"
 
 
-def collect(events: Iterable[Event], folder: Path, listeners: Iterable[Listener]) -> Evidence:
+def collect(
+    events: Generator[Event, None, None], folder: Path, listeners: Iterable[Listener], interrupts: Interrupts
+) -> Evidence:
     """Drain the stream: every event goes to the journal and the listeners first, then into the evidence."""
     evidence = Evidence()
     listeners = list(listeners)
     with (folder / "events.jsonl").open("wb") as journal:
-        for event in events:
+        for event in _until_interrupted(events, interrupts):
             journal.write(journal_line(event))
             journal.flush()
             _keep(evidence, event, folder)
             for listener in listeners:
                 listener(event)
     return evidence
+
+
+def _until_interrupted(events: Generator[Event, None, None], interrupts: Interrupts) -> Iterator[Event]:
+    """The events; after an interrupt whose exception got lost, it is raised again inside the stream, once."""
+    raised = False
+    for event in events:
+        yield event
+        if interrupts.requested and not raised and not isinstance(event, RunFinished):
+            raised = True
+            yield events.throw(KeyboardInterrupt())
 
 
 def _keep(evidence: Evidence, event: Event, folder: Path) -> None:
@@ -158,6 +171,7 @@ def make_report(evidence: Evidence, target: Target, *, run_id: str, seed: int, p
         seed=seed,
         profile=profile,
         gates=gates,
+        traffic=by_traffic(evidence.verdicts),
         findings=evidence.findings,
         sequences=_sequences(evidence.sequences),
         tables=evidence.tables,

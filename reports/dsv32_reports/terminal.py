@@ -70,6 +70,10 @@ def print_report(report: Report, folder: Path, console: Console, *, quiet: bool 
     if quiet:
         return
     _say(console, "")
+    for traffic in report.traffic:
+        failed = f": {', '.join(traffic.failed)}" if traffic.failed else ""
+        _status_line(console, traffic.status, f"{traffic.scope}{failed}")
+    _say(console, "")
     for gate in report.gates:
         _print_gate(gate, console)
     if report.sequences:
@@ -92,6 +96,10 @@ def print_report(report: Report, folder: Path, console: Console, *, quiet: bool 
         _say(console, f"- {text}")
 
 
+def _status_line(console: Console, status: Status, text: str, indent: str = "") -> None:
+    console.print(Text.assemble(indent, (f"{status.value:<10}", STYLES[status]), f"  {text}"), soft_wrap=True)
+
+
 def _say(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -100,16 +108,10 @@ def _print_gate(gate: Gate, console: Console) -> None:
     """A passed gate in one line, with what it was proved or compared on; any other gate with all its lines."""
     steps = sum(int(line.measured.get("steps", 0)) for line in gate.lines)
     over = f" ({steps} steps in {len(gate.lines)} scopes)" if steps and gate.status is Status.PASSED else ""
-    console.print(
-        Text.assemble((f"{gate.status.value:<10}", STYLES[gate.status]), f"  {gate.title}: {gate.meaning}{over}"),
-        soft_wrap=True,
-    )
+    _status_line(console, gate.status, f"{gate.title}: {gate.meaning}{over}")
     for line in gate.lines:
         if gate.status is not Status.PASSED or line.summary != gate.lines[-1].summary:
-            console.print(
-                Text.assemble((f"    {line.status.value:<10}", STYLES[line.status]), f"  {line.scope}: {line.summary}"),
-                soft_wrap=True,
-            )
+            _status_line(console, line.status, f"{line.scope}: {line.summary}", indent="    ")
 
 
 def _print_finding(finding: Finding, console: Console) -> None:
