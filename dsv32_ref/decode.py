@@ -1,0 +1,325 @@
+"""The whole model over paged caches: prefill, and decode of ragged batches with any number of tokens per request.
+
+Legend: B requests, T query tokens of all requests in a row, M model width, S cached tokens of one request, K top-k,
+H heads, V value width or vocabulary.
+`prefill` attends unabsorbed and `decode` absorbed, as DeepSeek's inference code does. Everything that a step computes
+passes through its `tap`, which may look at a value (a trace) or answer with another one (a forced decision); `STAGES`
+lists the names in the order of computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dsv32_ref import indexer, mla, moe, router
+from dsv32_ref.cache import CacheFormat, IndexCache, LatentCache, PageTable
+from dsv32_ref.config import FP32, Config, Precision
+from dsv32_ref.norm import add_rms_norm
+from dsv32_ref.rope import rope_table
+from dsv32_ref.weights import LayerWeights, Weights
+
+STAGES = (
+    "attn_in",
+    "index_score",
+    "index_topk",
+    "attn_out",
+    "residual",
+    "ffn_in",
+    "gate_logits",
+    "gate_idx",
+    "gate_w",
+    "ffn_out",
+    "final_norm",
+    "logits",
+)
+Form = Literal["absorbed", "unabsorbed"]
+Tap = Callable[[str, int, Tensor], Tensor]
+"""(stage, layer, value) -> the value to go on with. The layer of final_norm and logits is -1."""
+Tokens = Mapping[int, Sequence[int]]
+"""New token ids of each request, by request id."""
+
+
+def untouched(_stage: str, _layer: int, value: Tensor) -> Tensor:
+    """The tap that does nothing."""
+    return value
+
+
+@dataclass(kw_only=True)
+class Trace:
+    """A tap that keeps every value, and answers with `forced` ones (decisions or whole stages) where there are any."""
+
+    forced: Mapping[tuple[str, int], Tensor] = field(default_factory=dict)
+    values: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    """What was computed, by (stage, layer), before anything was forced."""
+
+    def __call__(self, stage: str, layer: int, value: Tensor) -> Tensor:
+        self.values[stage, layer] = value
+        forced = self.forced.get((stage, layer), value)
+        if forced.shape != value.shape:
+            raise ValueError(f"forced {stage} of layer {layer} is {tuple(forced.shape)}; give {tuple(value.shape)}")
+        return forced
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What does not change between steps."""
+
+    config: Config
+    weights: Weights
+    precision: Precision = FP32
+
+
+class State:
+    """What changes between steps: each request's tokens, its pages, and every layer's caches.
+
+    Args:
+        model: fixes the dimensions and, by the dtype of its weights, the compute dtype.
+        n_slots: tokens that the caches hold in all; rounded up to whole pages.
+        form: the byte layouts.
+    """
+
+    def __init__(self, model: Model, n_slots: int, form: CacheFormat | None = None) -> None:
+        self.form = form or CacheFormat()
+        config, dtype = model.config, model.weights.embed.dtype
+        n_pages = -(-n_slots // self.form.page_size)
+        self.table = PageTable(n_pages=n_pages, page_size=self.form.page_size)
+        self.tokens: dict[int, list[int]] = {}
+        layers = range(config.n_layers + len(model.weights.mtp))
+        slots = n_pages * self.form.page_size
+        self.latent = [LatentCache(config, self.form, slots, dtype) for _ in layers]
+        self.index = [IndexCache(config, self.form, slots, dtype) for _ in layers]
+
+    def fork(self, request: int, parent: int, length: int) -> None:
+        """Admits `request` with the first `length` tokens of `parent` as its prefix, whose pages both read.
+
+        Raises:
+            ValueError: the prefix is longer than the parent or does not end at a page.
+        """
+        if length > len(self.tokens.get(parent, ())) or length % self.form.page_size:
+            raise ValueError(f"a prefix of {length} tokens of request {parent} is not cached in whole pages; shorten it")
+        self.table.admit(request, self.table.pages[parent][: length // self.form.page_size])
+        self.tokens[request] = self.tokens[parent][:length]
+
+    def truncate(self, request: int, length: int) -> None:
+        """Forgets the tokens behind the first `length`, for example rejected drafts."""
+        if not 0 <= length <= len(self.tokens.get(request, ())):
+            raise ValueError(f"length {length} is not within request {request}'s {len(self.tokens.get(request, ()))} tokens")
+        self.table.shrink(request, length)
+        del self.tokens[request][length:]
+
+    def preempt(self, request: int) -> list[int]:
+        """Drops a request and its pages; its tokens are returned, and prefilling them again resumes it."""
+        self.truncate(request, 0)
+        del self.table.pages[request]
+        return self.tokens.pop(request) or []
+
+    def append(self, new: Tokens) -> Batch:
+        """Admits unknown requests, takes the tokens in and gives every new token its slot."""
+        spans, positions, slots = [], [], []
+        for request, ids in new.items():
+            if request not in self.tokens:
+                self.table.admit(request)
+                self.tokens[request] = []
+            start, stop = len(self.tokens[request]), len(self.tokens[request]) + len(ids)
+            self.table.grow(request, stop)
+            self.tokens[request].extend(ids)
+            begin = spans[-1].stop if spans else 0
+            spans.append(slice(begin, begin + len(ids)))
+            positions.append(torch.arange(start, stop))
+            slots.append(self.table.slots(request, 0, stop))
+        flat = [token for ids in new.values() for token in ids]
+        return Batch(
+            requests=tuple(new),
+            spans=tuple(spans),
+            tokens_T=torch.tensor(flat, dtype=torch.int64),
+            positions_T=torch.cat(positions) if positions else torch.empty(0, dtype=torch.int64),
+            slots_S=tuple(slots),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One step's tokens: request b owns the rows `spans[b]`, and `slots_S[b]` holds all its cached tokens."""
+
+    requests: tuple[int, ...]
+    spans: tuple[slice, ...]
+    tokens_T: Tensor
+    positions_T: Tensor
+    slots_S: tuple[Tensor, ...]
+
+    @property
+    def lengths_T(self) -> Tensor:
+        """How many cached tokens each row may see: its own and all before."""
+        return self.positions_T + 1
+
+    @property
+    def slots_T(self) -> Tensor:
+        """Where each new token is cached."""
+        new = [slots_S[len(slots_S) - (rows.stop - rows.start) :] for rows, slots_S in self.owned()]
+        return torch.cat(new) if new else torch.empty(0, dtype=torch.int64)
+
+    def owned(self) -> list[tuple[slice, Tensor]]:
+        """(rows, slots) of each request."""
+        return list(zip(self.spans, self.slots_S, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutput:
+    """What a step gives: hidden states after the final norm [T, M], and logits [T, V] or, of last rows, [B, V]."""
+
+    batch: Batch
+    final_norm_TM: Tensor
+    logits: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pass:
+    """The surroundings of one layer in one step."""
+
+    model: Model
+    state: State
+    batch: Batch
+    rope: tuple[Tensor, Tensor]
+    form: Form
+    tap: Tap
+
+
+def new_pass(model: Model, state: State, batch: Batch, form: Form, tap: Tap) -> _Pass:
+    """The surroundings of one step; the RoPE table is formed once for all layers."""
+    table = rope_table(model.config, batch.positions_T, model.weights.embed.dtype)
+    return _Pass(model=model, state=state, batch=batch, rope=table, form=form, tap=tap)
+
+
+def decoder_layer(
+    h_TM: Tensor, residual_TM: Tensor, w: LayerWeights, layer: int, step: _Pass
+) -> tuple[Tensor, Tensor]:
+    """Norm, sparse attention, norm, feed-forward. Takes and gives (output, residual); their sum is the hidden state."""
+    config, precision, tap = step.model.config, step.model.precision, step.tap
+    a_TM, residual_TM = add_rms_norm(h_TM, residual_TM, w.attn_norm, config.norm_eps, precision)
+    h_TM = tap("attn_out", layer, attention(tap("attn_in", layer, a_TM), w, layer, step))
+    f_TM, residual_TM = add_rms_norm(h_TM, residual_TM, w.ffn_norm, config.norm_eps, precision)
+    residual_TM = tap("residual", layer, residual_TM)
+    return tap("ffn_out", layer, feed_forward(tap("ffn_in", layer, f_TM), w, layer, step)), residual_TM
+
+
+def attention(a_TM: Tensor, w: LayerWeights, layer: int, step: _Pass) -> Tensor:
+    """Sparse multi-head latent attention, [T, M]: caches the new tokens, selects, attends."""
+    config, precision, batch = step.model.config, step.model.precision, step.batch
+    qr_TL = mla.query_latent(a_TM, w.attn, config, precision)
+    latent, index = step.state.latent[layer], step.state.index[layer]
+    latent.write(batch.slots_T, mla.latents(a_TM, w.attn, step.rope, config, precision))
+    index.write(batch.slots_T, *indexer.index_keys(a_TM, w.indexer, step.rope, config, precision))
+    topk_TK = _select(a_TM, qr_TL, w, layer, step)
+    q_nope_THN, q_pe_THR = mla.queries(qr_TL, w.attn, step.rope, config, precision)
+    o_THV = a_TM.new_zeros(len(a_TM), config.n_heads, config.v_head_dim)
+    for rows, slots_S in batch.owned():
+        query = (q_nope_THN[rows], q_pe_THR[rows])
+        if step.form == "unabsorbed":
+            allowed_TS = indexer.allowed(topk_TK[rows], len(slots_S))
+            o_THV[rows] = mla.unabsorbed(*query, latent.gather(slots_S), allowed_TS, w.attn, config, precision)
+        else:
+            selected_TK = topk_TK[rows, : len(slots_S)]
+            valid_TK = selected_TK >= 0
+            kv_TKD = latent.gather(slots_S[selected_TK.clamp_min(0)].masked_fill(~valid_TK, -1))
+            o_THV[rows] = mla.absorbed(*query, kv_TKD, valid_TK, w.attn, config, precision)
+    return mla.output(o_THV, w.attn, precision)
+
+
+def _select(a_TM: Tensor, qr_TL: Tensor, w: LayerWeights, layer: int, step: _Pass) -> Tensor:
+    """The positions [T, K] that each token attends to, within its own request; -1 pads."""
+    config, precision, batch = step.model.config, step.model.precision, step.batch
+    q_TJI, q_scale_TJ = indexer.index_queries(qr_TL, w.indexer, step.rope, config, precision)
+    w_TJ = indexer.head_weights(a_TM, q_scale_TJ, w.indexer, config)
+    longest = max((len(slots_S) for slots_S in batch.slots_S), default=0)
+    scores_TS = a_TM.new_full((len(a_TM), longest), -torch.inf)
+    for rows, slots_S in batch.owned():
+        keys = step.state.index[layer].gather(slots_S)
+        scores_TS[rows, : len(slots_S)] = indexer.index_scores(q_TJI[rows], w_TJ[rows], *keys)
+    scores_TS = scores_TS.masked_fill(torch.arange(longest) >= batch.lengths_T[:, None], -torch.inf)
+    scores_TS = step.tap("index_score", layer, scores_TS)
+    topk_TK = indexer.select_topk(scores_TS, batch.lengths_T, config.index_topk)
+    topk_TK = step.tap("index_topk", layer, topk_TK)
+    if bool((topk_TK >= batch.lengths_T[:, None]).any()):
+        raise ValueError(f"index_topk of layer {layer} names a position that its token may not see; use -1 as padding")
+    return topk_TK
+
+
+def feed_forward(f_TM: Tensor, w: LayerWeights, layer: int, step: _Pass) -> Tensor:
+    """The dense network or the mixture of experts, [T, M]."""
+    config, precision, tap = step.model.config, step.model.precision, step.tap
+    if isinstance(w.ffn, moe.MlpWeights):
+        return moe.mlp(f_TM, w.ffn, precision)
+    logits_TE = tap("gate_logits", layer, router.gate_logits(f_TM, w.ffn.gate))
+    idx_TK = tap("gate_idx", layer, router.choose_experts(logits_TE, w.ffn.gate.bias, config))
+    weights_TK = tap("gate_w", layer, router.expert_weights(logits_TE, idx_TK, config))
+    return moe.mixture(f_TM, idx_TK, weights_TK, w.ffn, precision)
+
+
+def prefill(model: Model, state: State, prompts: Tokens, *, chunk: int | None = None, tap: Tap = untouched) -> StepOutput:
+    """Takes whole prompts in, `chunk` tokens per request and step; the output is that of each request's last chunk.
+
+    The logits are those of the last tokens, [B, V], in the order of `prompts`.
+
+    Raises:
+        ValueError: bad tokens, a sequence beyond `max_seq_len`, or too few free slots.
+    """
+    longest = max((len(ids) for ids in prompts.values()), default=0)
+    size = chunk or max(longest, 1)
+    last: dict[int, Tensor] = {}
+    for start in range(0, max(longest, 1), size):
+        part = {r: ids[start : start + size] for r, ids in prompts.items() if start < len(ids) or start == 0}
+        out = _step(model, state, part, "unabsorbed", tap, all_logits=False)
+        last |= dict(zip(part, out.logits, strict=True))
+    return StepOutput(batch=out.batch, final_norm_TM=out.final_norm_TM, logits=torch.stack([last[r] for r in prompts]))
+
+
+def decode(
+    model: Model, state: State, tokens: Tokens, *, tap: Tap = untouched, all_logits: bool = False
+) -> StepOutput:
+    """Takes the next token(s) of each request in: one in plain decode, several when drafts are verified.
+
+    Args:
+        model: configuration, weights and precision.
+        state: changed in place.
+        tokens: new token ids per request; the numbers may differ, and may be zero.
+        tap: sees, and may replace, every stage.
+        all_logits: logits of every token [T, V] instead of each request's last [B, V]; a request without tokens has NaN.
+
+    Raises:
+        ValueError: bad tokens, a sequence beyond `max_seq_len`, or too few free slots.
+    """
+    return _step(model, state, tokens, "absorbed", tap, all_logits=all_logits)
+
+
+def _step(model: Model, state: State, tokens: Tokens, form: Form, tap: Tap, *, all_logits: bool) -> StepOutput:
+    _check_tokens(model, state, tokens)
+    batch = state.append(tokens)
+    step = new_pass(model, state, batch, form, tap)
+    h_TM = model.weights.embed[batch.tokens_T]
+    residual_TM = torch.zeros_like(h_TM)
+    for layer, w in enumerate(model.weights.layers):
+        h_TM, residual_TM = decoder_layer(h_TM, residual_TM, w, layer, step)
+    final_TM, _ = add_rms_norm(h_TM, residual_TM, model.weights.norm, model.config.norm_eps, model.precision)
+    final_TM = tap("final_norm", -1, final_TM)
+    rows_TM = final_TM if all_logits else last_rows(final_TM, batch)
+    return StepOutput(batch=batch, final_norm_TM=final_TM, logits=tap("logits", -1, rows_TM @ model.weights.head.T))
+
+
+def last_rows(x_TM: Tensor, batch: Batch) -> Tensor:
+    """The last row of each request, [B, M]; NaN for a request without tokens in this step."""
+    rows = [x_TM[s.stop - 1] if s.stop > s.start else x_TM.new_full(x_TM.shape[1:], torch.nan) for s in batch.spans]
+    return torch.stack(rows) if rows else x_TM[:0]
+
+
+def _check_tokens(model: Model, state: State, tokens: Tokens) -> None:
+    for request, ids in tokens.items():
+        if any(not 0 <= token < model.config.vocab_size for token in ids):
+            raise ValueError(f"request {request} has a token outside [0, {model.config.vocab_size})")
+        total = len(state.tokens.get(request, ())) + len(ids)
+        if total > model.config.max_seq_len:
+            raise ValueError(f"request {request} would reach {total} tokens; max_seq_len is {model.config.max_seq_len}")
