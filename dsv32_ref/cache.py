@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from dsv32_ref.config import Config
-from dsv32_ref.quant import BLOCK, Flavour, act_quant, dequantise
+from dsv32_ref.quant import BLOCK, FP8, LARGEST, Flavour, act_quant, dequantise, ue8m0
 
 LatentLayout = Literal["plain", "bf16", "fp8_flat", "fp8_656", "fp8_656_planar"]
 IndexLayout = Literal["plain", "fp8_132"]
-_FP8 = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
+ScaleRule = Literal["deepseek", "flashmla", "vllm"]
+"""Who writes the 656-byte records; the scale rules differ where a tile is tiny:
+deepseek max(amax, 1e-4) / 448, flashmla max(amax / 448, 1e-4), both rounded up to a power of two; vllm amax / 448."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,8 @@ class CacheFormat:
     page_size: int = 64
     flavour: Flavour = "e4m3fn"
     """gfx950 has e4m3fn, gfx942 e4m3fnuz."""
+    rule: ScaleRule = "deepseek"
+    """The scale rule of the 656-byte records."""
     scale: float = 1.0
     """The one scale of `fp8_flat` (dequantised = stored x scale)."""
 
@@ -93,11 +97,11 @@ class LatentCache:
         if self.form.latent in ("plain", "bf16"):
             self.values[slots_T] = kv_TD.to(self.values.dtype)
         elif self.form.latent == "fp8_flat":
-            largest = 448.0 if self.form.flavour == "e4m3fn" else 224.0
+            largest = LARGEST[self.form.flavour]
             scaled_TD = (kv_TD.to(torch.float32) / self.form.scale).clamp(-largest, largest)
-            self.planes.write(slots_T, (scaled_TD.to(_FP8[self.form.flavour]),))
+            self.planes.write(slots_T, (scaled_TD.to(FP8[self.form.flavour]),))
         else:
-            self.planes.write(slots_T, encode_656(kv_TD, self.config, self.form.flavour))
+            self.planes.write(slots_T, encode_656(kv_TD, self.config, self.form))
 
     def gather(self, slots: Tensor) -> Tensor:
         """The tokens at `slots` [...], [..., D] in the compute dtype; a negative slot reads zeros."""
@@ -105,19 +109,33 @@ class LatentCache:
         if self.form.latent in ("plain", "bf16"):
             found = self.values[slots].to(self.dtype)
         elif self.form.latent == "fp8_flat":
-            found = self.planes.read(slots, 0, _FP8[self.form.flavour]).to(self.dtype) * self.form.scale
+            found = self.planes.read(slots, 0, FP8[self.form.flavour]).to(self.dtype) * self.form.scale
         else:
-            values = self.planes.read(slots, 0, _FP8[self.form.flavour])
+            values = self.planes.read(slots, 0, FP8[self.form.flavour])
             latent = dequantise(values, self.planes.read(slots, 1, torch.float32), self.dtype)
             found = torch.cat([latent, self.planes.read(slots, 2, torch.bfloat16).to(self.dtype)], -1)
         return found if bool(valid.all()) else found.masked_fill(~valid[..., None], 0.0)
 
 
-def encode_656(kv_TD: Tensor, config: Config, flavour: Flavour = "e4m3fn") -> tuple[Tensor, Tensor, Tensor]:
-    """The three parts of the 656-byte record: e4m3 latent [T, C], fp32 scales [T, C/128] (powers of two), bf16 rope [T, R]."""
-    c_TC, pe_TR = kv_TD.split([config.kv_lora_rank, config.qk_rope_head_dim], -1)
-    values_TC, scale_TS = act_quant(c_TC, block=min(BLOCK, config.kv_lora_rank), flavour=flavour)
-    return values_TC, scale_TS, pe_TR.to(torch.bfloat16)
+def encode_656(kv_TD: Tensor, config: Config, form: CacheFormat) -> tuple[Tensor, Tensor, Tensor]:
+    """The three parts of the 656-byte record: e4m3 latent [T, C], fp32 scales [T, C/128], bf16 rope [T, R].
+
+    Raises:
+        ValueError: a latent is not finite.
+    """
+    c_TC, pe_TR = torch.split_with_sizes(kv_TD, [config.kv_lora_rank, config.qk_rope_head_dim], -1)
+    block, largest = min(BLOCK, config.kv_lora_rank), LARGEST[form.flavour]
+    if form.rule == "deepseek":
+        return *act_quant(c_TC, block=block, flavour=form.flavour), pe_TR.to(torch.bfloat16)
+    tiles_TSb = torch.unflatten(c_TC.to(torch.float32), -1, (-1, block))
+    raw_TS = tiles_TSb.abs().amax(-1) / largest
+    if not bool(raw_TS.isfinite().all()):
+        raise ValueError("a latent holds NaN or infinity; the 656-byte record needs finite values")
+    smallest = 1e-4 if form.rule == "flashmla" else torch.finfo(torch.float32).tiny
+    scale_TS = raw_TS.clamp_min(smallest)
+    scale_TS = ue8m0(scale_TS) if form.rule == "flashmla" else scale_TS
+    values_TSb = (tiles_TSb / scale_TS[..., None]).clamp(-largest, largest).to(FP8[form.flavour])
+    return values_TSb.flatten(-2), scale_TS, pe_TR.to(torch.bfloat16)
 
 
 class IndexCache:
@@ -143,7 +161,7 @@ class IndexCache:
         if self.form.flavour == "e4m3fnuz":
             # The same value has another byte there: half the exponent bias, so half the value with twice the scale.
             values_TI, stored_T = k_TI / 2, scale_T * 2
-        bits_TI = values_TI.to(_FP8[self.form.flavour])
+        bits_TI = values_TI.to(FP8[self.form.flavour])
         if not torch.equal(bits_TI.to(k_TI.dtype), values_TI):
             raise ValueError("an indexer key is not an e4m3 value; the fp8_132 layout needs Precision(index_fp8=True)")
         self.planes.write(slots_T, (bits_TI, stored_T[:, None].to(torch.float32)))
@@ -153,7 +171,7 @@ class IndexCache:
         if self.form.index == "plain":
             found = self.values[slots_S]
             return found[:, :-1], found[:, -1]
-        bits_SI = self.planes.read(slots_S, 0, _FP8[self.form.flavour])
+        bits_SI = self.planes.read(slots_S, 0, FP8[self.form.flavour])
         return bits_SI.to(self.dtype), self.planes.read(slots_S, 1, torch.float32)[:, 0].to(self.dtype)
 
 
@@ -190,7 +208,9 @@ class PageTable:
         need = -(-length // self.page_size) - len(self.pages[request])
         free = [page for page, users in enumerate(self.users) if users == 0] if need > 0 else []
         if need > len(free):
-            raise ValueError(f"request {request} needs {need} pages and {len(free)} are free; preempt one or give n_slots")
+            raise ValueError(
+                f"request {request} needs {need} pages and {len(free)} are free; preempt one or give n_slots"
+            )
         for page in free[: max(need, 0)]:
             self.users[page] = 1
             self.pages[request].append(page)
@@ -203,7 +223,9 @@ class PageTable:
         """
         keep = -(-length // self.page_size)
         if length % self.page_size and self.users[self.pages[request][keep - 1]] > 1:
-            raise ValueError(f"request {request}: position {length} lies in a page shared with another request; cut at a page")
+            raise ValueError(
+                f"request {request}: position {length} lies in a page shared with another request; cut at a page"
+            )
         for page in self.pages[request][keep:]:
             self.users[page] -= 1
         del self.pages[request][keep:]

@@ -107,7 +107,8 @@ class Config:
         rope, index = self.qk_rope_head_dim, self.index_head_dim
         return {
             f"qk_rope_head_dim {rope} is odd; RoPE turns pairs": rope % 2 == 1,
-            f"qk_rope_head_dim {rope} exceeds index_head_dim {index}; the indexer turns a part of its head": rope > index,
+            f"qk_rope_head_dim {rope} exceeds index_head_dim {index}; the indexer turns a part of its head": rope
+            > index,
             f"index_head_dim {index} is not a power of two; the Hadamard transform needs one": index & (index - 1) != 0,
             f"n_routed_experts {self.n_routed_experts} is not a multiple of n_expert_groups {self.n_expert_groups}": (
                 group * self.n_expert_groups != self.n_routed_experts
@@ -173,12 +174,12 @@ class Config:
         for key, value in wanted.items():
             if fields.get(key, value) != value:
                 raise ValueError(f"config.json: {key} is {fields[key]!r}; DeepSeek-V3.2 has {value!r}")
-        rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+        rope: Mapping[str, Any] = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ("yarn", "default"):
             raise ValueError(f"config.json: the RoPE type is {kind!r}; DeepSeek-V3.2 has 'yarn'")
         found = {ours: fields[hf] for hf, ours in _HF_NAMES.items() if hf in fields}
-        found |= {ours: (rope | fields)[hf] for hf, ours in _HF_ROPE_NAMES.items() if hf in rope or hf in fields}
+        found |= {ours: {**rope, **fields}[hf] for hf, ours in _HF_ROPE_NAMES.items() if hf in rope or hf in fields}
         if kind == "default":
             found["original_seq_len"] = found.get("max_seq_len", cls.max_seq_len)
         return cls(**found)

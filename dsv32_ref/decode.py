@@ -25,6 +25,9 @@ from dsv32_ref.weights import LayerWeights, Weights
 
 STAGES = (
     "attn_in",
+    "latent",
+    "index_key",
+    "index_scale",
     "index_score",
     "index_topk",
     "attn_out",
@@ -58,6 +61,7 @@ class Trace:
     """What was computed, by (stage, layer), before anything was forced."""
 
     def __call__(self, stage: str, layer: int, value: Tensor) -> Tensor:
+        """Keeps `value`; returns it, or what is forced there."""
         self.values[stage, layer] = value
         forced = self.forced.get((stage, layer), value)
         if forced.shape != value.shape:
@@ -101,14 +105,18 @@ class State:
             ValueError: the prefix is longer than the parent or does not end at a page.
         """
         if length > len(self.tokens.get(parent, ())) or length % self.form.page_size:
-            raise ValueError(f"a prefix of {length} tokens of request {parent} is not cached in whole pages; shorten it")
+            raise ValueError(
+                f"a prefix of {length} tokens of request {parent} is not cached in whole pages; shorten it"
+            )
         self.table.admit(request, self.table.pages[parent][: length // self.form.page_size])
         self.tokens[request] = self.tokens[parent][:length]
 
     def truncate(self, request: int, length: int) -> None:
         """Forgets the tokens behind the first `length`, for example rejected drafts."""
         if not 0 <= length <= len(self.tokens.get(request, ())):
-            raise ValueError(f"length {length} is not within request {request}'s {len(self.tokens.get(request, ()))} tokens")
+            raise ValueError(
+                f"length {length} is not within request {request}'s {len(self.tokens.get(request, ()))} tokens"
+            )
         self.table.shrink(request, length)
         del self.tokens[request][length:]
 
@@ -120,7 +128,8 @@ class State:
 
     def append(self, new: Tokens) -> Batch:
         """Admits unknown requests, takes the tokens in and gives every new token its slot."""
-        spans, positions, slots = [], [], []
+        spans: list[slice] = []
+        positions, slots = [], []
         for request, ids in new.items():
             if request not in self.tokens:
                 self.table.admit(request)
@@ -136,36 +145,38 @@ class State:
         return Batch(
             requests=tuple(new),
             spans=tuple(spans),
-            tokens_T=torch.tensor(flat, dtype=torch.int64),
-            positions_T=torch.cat(positions) if positions else torch.empty(0, dtype=torch.int64),
-            slots_S=tuple(slots),
+            tokens=torch.tensor(flat, dtype=torch.int64),
+            positions=torch.cat(positions) if positions else torch.empty(0, dtype=torch.int64),
+            slots=tuple(slots),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One step's tokens: request b owns the rows `spans[b]`, and `slots_S[b]` holds all its cached tokens."""
+    """One step's tokens: request b owns the rows `spans[b]`, and `slots[b]` holds all its cached tokens."""
 
     requests: tuple[int, ...]
     spans: tuple[slice, ...]
-    tokens_T: Tensor
-    positions_T: Tensor
-    slots_S: tuple[Tensor, ...]
+    tokens: Tensor
+    """[T] int64."""
+    positions: Tensor
+    """[T] int64: the place of each token in its request."""
+    slots: tuple[Tensor, ...]
 
     @property
-    def lengths_T(self) -> Tensor:
+    def lengths(self) -> Tensor:
         """How many cached tokens each row may see: its own and all before."""
-        return self.positions_T + 1
+        return self.positions + 1
 
     @property
-    def slots_T(self) -> Tensor:
+    def new_slots(self) -> Tensor:
         """Where each new token is cached."""
         new = [slots_S[len(slots_S) - (rows.stop - rows.start) :] for rows, slots_S in self.owned()]
         return torch.cat(new) if new else torch.empty(0, dtype=torch.int64)
 
     def owned(self) -> list[tuple[slice, Tensor]]:
         """(rows, slots) of each request."""
-        return list(zip(self.spans, self.slots_S, strict=True))
+        return list(zip(self.spans, self.slots, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +184,7 @@ class StepOutput:
     """What a step gives: hidden states after the final norm [T, M], and logits [T, V] or, of last rows, [B, V]."""
 
     batch: Batch
-    final_norm_TM: Tensor
+    final_norm: Tensor
     logits: Tensor
 
 
@@ -191,13 +202,11 @@ class _Pass:
 
 def new_pass(model: Model, state: State, batch: Batch, form: Form, tap: Tap) -> _Pass:
     """The surroundings of one step; the RoPE table is formed once for all layers."""
-    table = rope_table(model.config, batch.positions_T, model.weights.embed.dtype)
+    table = rope_table(model.config, batch.positions, model.weights.embed.dtype)
     return _Pass(model=model, state=state, batch=batch, rope=table, form=form, tap=tap)
 
 
-def decoder_layer(
-    h_TM: Tensor, residual_TM: Tensor, w: LayerWeights, layer: int, step: _Pass
-) -> tuple[Tensor, Tensor]:
+def decoder_layer(h_TM: Tensor, residual_TM: Tensor, w: LayerWeights, layer: int, step: _Pass) -> tuple[Tensor, Tensor]:
     """Norm, sparse attention, norm, feed-forward. Takes and gives (output, residual); their sum is the hidden state."""
     config, precision, tap = step.model.config, step.model.precision, step.tap
     a_TM, residual_TM = add_rms_norm(h_TM, residual_TM, w.attn_norm, config.norm_eps, precision)
@@ -212,8 +221,10 @@ def attention(a_TM: Tensor, w: LayerWeights, layer: int, step: _Pass) -> Tensor:
     config, precision, batch = step.model.config, step.model.precision, step.batch
     qr_TL = mla.query_latent(a_TM, w.attn, config, precision)
     latent, index = step.state.latent[layer], step.state.index[layer]
-    latent.write(batch.slots_T, mla.latents(a_TM, w.attn, step.rope, config, precision))
-    index.write(batch.slots_T, *indexer.index_keys(a_TM, w.indexer, step.rope, config, precision))
+    kv_TD = mla.latents(a_TM, w.attn, step.rope, config, precision)
+    latent.write(batch.new_slots, step.tap("latent", layer, kv_TD))
+    k_TI, scale_T = indexer.index_keys(a_TM, w.indexer, step.rope, config, precision)
+    index.write(batch.new_slots, step.tap("index_key", layer, k_TI), step.tap("index_scale", layer, scale_T))
     topk_TK = _select(a_TM, qr_TL, w, layer, step)
     q_nope_THN, q_pe_THR = mla.queries(qr_TL, w.attn, step.rope, config, precision)
     o_THV = a_TM.new_zeros(len(a_TM), config.n_heads, config.v_head_dim)
@@ -235,16 +246,16 @@ def _select(a_TM: Tensor, qr_TL: Tensor, w: LayerWeights, layer: int, step: _Pas
     config, precision, batch = step.model.config, step.model.precision, step.batch
     q_TJI, q_scale_TJ = indexer.index_queries(qr_TL, w.indexer, step.rope, config, precision)
     w_TJ = indexer.head_weights(a_TM, q_scale_TJ, w.indexer, config)
-    longest = max((len(slots_S) for slots_S in batch.slots_S), default=0)
+    longest = max((len(slots_S) for slots_S in batch.slots), default=0)
     scores_TS = a_TM.new_full((len(a_TM), longest), -torch.inf)
     for rows, slots_S in batch.owned():
         keys = step.state.index[layer].gather(slots_S)
         scores_TS[rows, : len(slots_S)] = indexer.index_scores(q_TJI[rows], w_TJ[rows], *keys)
-    scores_TS = scores_TS.masked_fill(torch.arange(longest) >= batch.lengths_T[:, None], -torch.inf)
+    scores_TS = scores_TS.masked_fill(torch.arange(longest) >= batch.lengths[:, None], -torch.inf)
     scores_TS = step.tap("index_score", layer, scores_TS)
-    topk_TK = indexer.select_topk(scores_TS, batch.lengths_T, config.index_topk)
+    topk_TK = indexer.select_topk(scores_TS, batch.lengths, config.index_topk)
     topk_TK = step.tap("index_topk", layer, topk_TK)
-    if bool((topk_TK >= batch.lengths_T[:, None]).any()):
+    if bool((topk_TK >= batch.lengths[:, None]).any()):
         raise ValueError(f"index_topk of layer {layer} names a position that its token may not see; use -1 as padding")
     return topk_TK
 
@@ -260,7 +271,9 @@ def feed_forward(f_TM: Tensor, w: LayerWeights, layer: int, step: _Pass) -> Tens
     return moe.mixture(f_TM, idx_TK, weights_TK, w.ffn, precision)
 
 
-def prefill(model: Model, state: State, prompts: Tokens, *, chunk: int | None = None, tap: Tap = untouched) -> StepOutput:
+def prefill(
+    model: Model, state: State, prompts: Tokens, *, chunk: int | None = None, tap: Tap = untouched
+) -> StepOutput:
     """Takes whole prompts in, `chunk` tokens per request and step; the output is that of each request's last chunk.
 
     The logits are those of the last tokens, [B, V], in the order of `prompts`.
@@ -275,12 +288,10 @@ def prefill(model: Model, state: State, prompts: Tokens, *, chunk: int | None = 
         part = {r: ids[start : start + size] for r, ids in prompts.items() if start < len(ids) or start == 0}
         out = _step(model, state, part, "unabsorbed", tap, all_logits=False)
         last |= dict(zip(part, out.logits, strict=True))
-    return StepOutput(batch=out.batch, final_norm_TM=out.final_norm_TM, logits=torch.stack([last[r] for r in prompts]))
+    return StepOutput(batch=out.batch, final_norm=out.final_norm, logits=torch.stack([last[r] for r in prompts]))
 
 
-def decode(
-    model: Model, state: State, tokens: Tokens, *, tap: Tap = untouched, all_logits: bool = False
-) -> StepOutput:
+def decode(model: Model, state: State, tokens: Tokens, *, tap: Tap = untouched, all_logits: bool = False) -> StepOutput:
     """Takes the next token(s) of each request in: one in plain decode, several when drafts are verified.
 
     Args:
@@ -288,7 +299,8 @@ def decode(
         state: changed in place.
         tokens: new token ids per request; the numbers may differ, and may be zero.
         tap: sees, and may replace, every stage.
-        all_logits: logits of every token [T, V] instead of each request's last [B, V]; a request without tokens has NaN.
+        all_logits: logits of every token [T, V] instead of each request's last [B, V] (NaN for a request
+            without tokens).
 
     Raises:
         ValueError: bad tokens, a sequence beyond `max_seq_len`, or too few free slots.
@@ -300,14 +312,14 @@ def _step(model: Model, state: State, tokens: Tokens, form: Form, tap: Tap, *, a
     _check_tokens(model, state, tokens)
     batch = state.append(tokens)
     step = new_pass(model, state, batch, form, tap)
-    h_TM = model.weights.embed[batch.tokens_T]
+    h_TM = model.weights.embed[batch.tokens]
     residual_TM = torch.zeros_like(h_TM)
     for layer, w in enumerate(model.weights.layers):
         h_TM, residual_TM = decoder_layer(h_TM, residual_TM, w, layer, step)
     final_TM, _ = add_rms_norm(h_TM, residual_TM, model.weights.norm, model.config.norm_eps, model.precision)
     final_TM = tap("final_norm", -1, final_TM)
     rows_TM = final_TM if all_logits else last_rows(final_TM, batch)
-    return StepOutput(batch=batch, final_norm_TM=final_TM, logits=tap("logits", -1, rows_TM @ model.weights.head.T))
+    return StepOutput(batch=batch, final_norm=final_TM, logits=tap("logits", -1, rows_TM @ model.weights.head.T))
 
 
 def last_rows(x_TM: Tensor, batch: Batch) -> Tensor:

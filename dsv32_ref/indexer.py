@@ -31,12 +31,12 @@ class IndexerWeights:
 
 
 def _turn_first(x: Tensor, table: Table, config: Config, precision: Precision) -> Tensor:
-    pe, nope = x.split([config.qk_rope_head_dim, config.index_head_dim - config.qk_rope_head_dim], -1)
+    pe, nope = torch.split_with_sizes(x, [config.qk_rope_head_dim, config.index_head_dim - config.qk_rope_head_dim], -1)
     return torch.cat([rope_half_split(pe, table, precision), nope], -1)
 
 
 def quantise(x: Tensor, precision: Precision = FP32) -> tuple[Tensor, Tensor]:
-    """One e4m3 block per head: values in the shape and dtype of `x` [..., I], scales [...]; without fp8, `x` and ones."""
+    """One e4m3 block per head: values in the shape and dtype of `x` [..., I], scales [...]; without fp8, `x`, 1."""
     if not precision.index_fp8:
         return x, torch.ones_like(x[..., 0])
     values, scale = act_quant(x, block=x.shape[-1], scale_format=precision.scale_format)
@@ -47,7 +47,7 @@ def index_queries(
     qr_TL: Tensor, w: IndexerWeights, table: Table, config: Config, precision: Precision = FP32
 ) -> tuple[Tensor, Tensor]:
     """Rotated and quantised queries [T, J, I], and their scales [T, J]."""
-    q_TJI = linear(qr_TL, w.wq_b, precision).unflatten(-1, (config.index_n_heads, config.index_head_dim))
+    q_TJI = torch.unflatten(linear(qr_TL, w.wq_b, precision), -1, (config.index_n_heads, config.index_head_dim))
     return quantise(hadamard(_turn_first(q_TJI, table, config, precision), precision), precision)
 
 
@@ -62,8 +62,8 @@ def index_keys(
 
 def head_weights(x_TM: Tensor, q_scale_TJ: Tensor, w: IndexerWeights, config: Config) -> Tensor:
     """The weight [T, J] of each indexer head; it may be negative. Carries the query scale, J^-0.5 and I^-0.5."""
-    w_TJ = x_TM @ w.weights_proj.T * config.index_n_heads**-0.5
-    return w_TJ * q_scale_TJ * config.index_head_dim**-0.5
+    w_TJ = x_TM @ w.weights_proj.T * float(config.index_n_heads**-0.5)
+    return w_TJ * q_scale_TJ * float(config.index_head_dim**-0.5)
 
 
 def index_scores(q_TJI: Tensor, w_TJ: Tensor, k_SI: Tensor, k_scale_S: Tensor) -> Tensor:

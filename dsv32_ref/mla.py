@@ -45,14 +45,16 @@ def queries(
     qr_TL: Tensor, w: MlaWeights, table: Table, config: Config, precision: Precision = FP32
 ) -> tuple[Tensor, Tensor]:
     """Queries per head: nope part [T, H, N], and rope part [T, H, R] after RoPE."""
-    q_THX = linear(qr_TL, w.wq_b, precision).unflatten(-1, (config.n_heads, config.qk_head_dim))
-    q_nope_THN, q_pe_THR = q_THX.split([config.qk_nope_head_dim, config.qk_rope_head_dim], -1)
+    q_THX = torch.unflatten(linear(qr_TL, w.wq_b, precision), -1, (config.n_heads, config.qk_head_dim))
+    q_nope_THN, q_pe_THR = torch.split_with_sizes(q_THX, [config.qk_nope_head_dim, config.qk_rope_head_dim], -1)
     return q_nope_THN, rope_interleaved(q_pe_THR, table, precision)
 
 
 def latents(x_TM: Tensor, w: MlaWeights, table: Table, config: Config, precision: Precision = FP32) -> Tensor:
     """What is cached of each token, [T, D]: normed latent C (fp8 round trip where simulated), then RoPE key R."""
-    c_TC, k_pe_TR = linear(x_TM, w.wkv_a, precision).split([config.kv_lora_rank, config.qk_rope_head_dim], -1)
+    c_TC, k_pe_TR = torch.split_with_sizes(
+        linear(x_TM, w.wkv_a, precision), [config.kv_lora_rank, config.qk_rope_head_dim], -1
+    )
     c_TC = rms_norm(c_TC, w.kv_norm, config.norm_eps, precision)
     if precision.latent_fp8:
         c_TC = fake_quant(c_TC, scale_format=precision.scale_format)
@@ -76,7 +78,7 @@ def attend(
     Returns z [T, H, C] and the log-sum-exp [T, H] of the scaled scores (natural log). A row without any valid token
     gives 0 and +inf, as FlashMLA defines it. Invalid entries of `kv_TKD` must be finite: 0 times NaN is NaN.
     """
-    c_TKC, k_pe_TKR = kv_TKD.split([qa_THC.shape[-1], q_pe_THR.shape[-1]], -1)
+    c_TKC, k_pe_TKR = torch.split_with_sizes(kv_TKD, [qa_THC.shape[-1], q_pe_THR.shape[-1]], -1)
     nope_THK = round_bf16(qa_THC @ c_TKC.mT, precision)
     rope_THK = round_bf16(q_pe_THR @ k_pe_TKR.mT, precision)
     scores_THK = round_bf16(round_bf16(nope_THK + rope_THK, precision) * scale, precision)
@@ -87,8 +89,8 @@ def attend(
 def _up_matrices(w: MlaWeights, config: Config, precision: Precision, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """UK [H, N, C] and UV [H, V, C], the two halves of wkv_b per head."""
     matrix = w.wkv_b if isinstance(w.wkv_b, Tensor) else round_bf16(w.wkv_b.dequantise(dtype), precision)
-    per_head = matrix.unflatten(0, (config.n_heads, config.qk_nope_head_dim + config.v_head_dim))
-    uk_HNC, uv_HVC = per_head.split([config.qk_nope_head_dim, config.v_head_dim], 1)
+    per_head = torch.unflatten(matrix, 0, (config.n_heads, config.qk_nope_head_dim + config.v_head_dim))
+    uk_HNC, uv_HVC = torch.split_with_sizes(per_head, [config.qk_nope_head_dim, config.v_head_dim], 1)
     return uk_HNC, uv_HVC
 
 
@@ -118,9 +120,9 @@ def unabsorbed(
     precision: Precision = FP32,
 ) -> Tensor:
     """Head outputs [T, H, V] by expansion: k = UK c, v = UV c for each of the S tokens, then masked attention."""
-    c_SC, k_pe_SR = kv_SD.split([config.kv_lora_rank, config.qk_rope_head_dim], -1)
-    kv_SHX = linear(c_SC, w.wkv_b, precision).unflatten(-1, (config.n_heads, -1))
-    k_nope_SHN, v_SHV = kv_SHX.split([config.qk_nope_head_dim, config.v_head_dim], -1)
+    c_SC, k_pe_SR = torch.split_with_sizes(kv_SD, [config.kv_lora_rank, config.qk_rope_head_dim], -1)
+    kv_SHX = torch.unflatten(linear(c_SC, w.wkv_b, precision), -1, (config.n_heads, -1))
+    k_nope_SHN, v_SHV = torch.split_with_sizes(kv_SHX, [config.qk_nope_head_dim, config.v_head_dim], -1)
     k_SHX = torch.cat([k_nope_SHN, k_pe_SR[:, None].expand(-1, config.n_heads, -1)], -1)
     q_THX = torch.cat([q_nope_THN, q_pe_THR], -1)
     raw_THS = round_bf16(torch.einsum("thx,shx->ths", q_THX, k_SHX), precision)

@@ -1,6 +1,7 @@
 """Feed-forward networks: the gated MLP of dense layers and experts, and the mixture with its shared expert.
 
-Legend: T tokens, M model width, F inner width, K chosen experts. Source: `MLP`, `Expert`, `MoE` of DeepSeek's inference code.
+Legend: T tokens, M model width, F inner width, K chosen experts.
+Source: `MLP`, `Expert`, `MoE` of DeepSeek's inference code.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ def mlp(x_TM: Tensor, w: MlpWeights, precision: Precision = FP32) -> Tensor:
     return linear(round_bf16(torch.nn.functional.silu(gate_TF) * up_TF, precision), w.w2, precision)
 
 
-def mixture(
-    x_TM: Tensor, idx_TK: Tensor, weights_TK: Tensor, w: MoeWeights, precision: Precision = FP32
-) -> Tensor:
+def mixture(x_TM: Tensor, idx_TK: Tensor, weights_TK: Tensor, w: MoeWeights, precision: Precision = FP32) -> Tensor:
     """sum_k weight_k expert_k(x) + shared(x), [T, M]: by ascending expert, the shared one last, rounded once.
 
     Raises:
         ValueError: an expert was chosen whose weights are not there.
     """
     sum_TM = torch.zeros_like(x_TM)
-    for expert in idx_TK.unique().tolist():
+    for expert in sorted(set(idx_TK.flatten().tolist())):
         if expert not in w.experts:
-            raise ValueError(f"experts.{expert} was chosen and its weights are not loaded; load it, or force the choice")
+            raise ValueError(
+                f"experts.{expert} was chosen and its weights are not loaded; load it, or force the choice"
+            )
         rows, ranks = torch.where(idx_TK == expert)
         sum_TM[rows] += mlp(x_TM[rows], w.experts[expert], precision) * weights_TK[rows, ranks, None]
     if w.shared is not None:

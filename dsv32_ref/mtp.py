@@ -1,9 +1,10 @@
 """The multi-token-prediction layer, which drafts the token after next (DeepSeek-V3 report, section 2.2).
 
 Legend: T query tokens, M model width, B requests, V vocabulary.
-For a token at position p the layer joins the embedding of token p + 1 with the main model's hidden state at p, embedding
-FIRST (the report's formula has them the other way round; the weight is called `eh_proj`), and runs one decoder layer with
-its own caches. The hidden state is the one AFTER the final norm. Embedding and head are the main model's.
+For a token at position p the layer joins the embedding of token p + 1 with the main model's hidden state at p,
+embedding FIRST (the report's formula has them the other way round; the weight is called `eh_proj`), and runs one
+decoder layer with its own caches. The hidden state is the one AFTER the final norm. Embedding
+and head are the main model's.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ def draft(
     """
     if not 0 <= number < len(model.weights.mtp):
         raise ValueError(f"MTP layer {number} is not there; the weights hold {len(model.weights.mtp)}")
-    if next_T.shape != previous.batch.tokens_T.shape:
-        raise ValueError(f"next_T is {tuple(next_T.shape)}; give one token per row of {len(previous.batch.tokens_T)}")
+    if next_T.shape != previous.batch.tokens.shape:
+        raise ValueError(f"next_T is {tuple(next_T.shape)}; give one token per row of {len(previous.batch.tokens)}")
     w, layer = model.weights.mtp[number], model.config.n_layers + number
     step = new_pass(model, state, previous.batch, "absorbed", tap)
-    u_TM = join(model.weights.embed[next_T], previous.final_norm_TM, w, model.config, model.precision)
+    u_TM = join(model.weights.embed[next_T], previous.final_norm, w, model.config, model.precision)
     h_TM, residual_TM = decoder_layer(u_TM, torch.zeros_like(u_TM), w.layer, layer, step)
     final_TM, _ = add_rms_norm(h_TM, residual_TM, w.norm, model.config.norm_eps, model.precision)
     logits_BV = last_rows(final_TM, previous.batch) @ model.weights.head.T
-    return StepOutput(batch=previous.batch, final_norm_TM=final_TM, logits=logits_BV)
+    return StepOutput(batch=previous.batch, final_norm=final_TM, logits=logits_BV)

@@ -1,8 +1,8 @@
 """Number formats of the deployed path, simulated: bf16, fp8 e4m3 with block scales, the Hadamard rotation, linears.
 
 Legend: T tokens, N input width, O output width, S scales per row (N / block).
-Everything here follows DeepSeek's `inference/kernel.py` as read in November 2025: scales are formed in fp32 whatever the
-input dtype, and dequantised values are returned in the dtype of the input.
+Everything here follows DeepSeek's `inference/kernel.py` as read in November 2025: scales are formed in fp32 whatever
+the input dtype, and dequantised values are returned in the dtype of the input.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ BLOCK = 128
 """Quantisation block: 1 x 128 for activations, 128 x 128 for weights."""
 MIN_AMAX = 1e-4
 """Smallest amax that a scale is formed from, so that a row of zeros has a scale."""
-_DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
-_LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 224.0}
+FP8 = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
+LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 224.0}
 """Largest magnitude written. FNUZ reaches 240; engines stop at 224, half of 448, since the same byte means half."""
 
 
@@ -30,19 +30,19 @@ _LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 224.0}
 class BlockFp8:
     """A weight matrix [O, N] in e4m3 with one fp32 scale per 128 x 128 block (`weight_scale_inv`: multiply)."""
 
-    bits_ON: Tensor
+    bits: Tensor
     scale: Tensor
 
     @property
     def shape(self) -> torch.Size:
         """[O, N]."""
-        return self.bits_ON.shape
+        return self.bits.shape
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
-        """The matrix [O, N] in `dtype`; the last block row or column may be partial (wkv_a has 576 = 4.5 x 128 rows)."""
+        """The matrix [O, N] in `dtype`; the last block row or column may be partial (wkv_a: 576 = 4.5 x 128 rows)."""
         rows, columns = self.shape
         scale_ON = self.scale.to(dtype).repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
-        return self.bits_ON.to(dtype) * scale_ON
+        return self.bits.to(dtype) * scale_ON
 
 
 Matrix = Tensor | BlockFp8
@@ -72,14 +72,14 @@ def act_quant(
     """
     if x.shape[-1] % block:
         raise ValueError(f"x has width {x.shape[-1]}; act_quant needs a multiple of block {block}")
-    blocks = x.to(torch.float32).unflatten(-1, (-1, block))
+    blocks = torch.unflatten(x.to(torch.float32), -1, (-1, block))
     amax = blocks.abs().amax(-1)
     if not bool(torch.isfinite(amax).all()):
         raise ValueError("x holds NaN or infinity; act_quant needs finite values")
-    largest = _LARGEST[flavour]
+    largest = LARGEST[flavour]
     scale = amax.clamp_min(MIN_AMAX) * torch.tensor(1.0 / largest, dtype=torch.float32)
     scale = ue8m0(scale) if scale_format == "ue8m0" else scale
-    values = (blocks / scale.unsqueeze(-1)).clamp(-largest, largest).to(_DTYPES[flavour])
+    values = (blocks / scale.unsqueeze(-1)).clamp(-largest, largest).to(FP8[flavour])
     return values.flatten(-2), scale
 
 
@@ -89,11 +89,11 @@ def dequantise(values: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32
     Raises:
         ValueError: the values are not fp8, or the scales do not divide them into blocks.
     """
-    if values.dtype not in _DTYPES.values():
+    if values.dtype not in FP8.values():
         raise ValueError(f"values have dtype {values.dtype}; dequantise needs float8_e4m3fn or float8_e4m3fnuz")
     if scale.shape[:-1] != values.shape[:-1] or values.shape[-1] % scale.shape[-1]:
         raise ValueError(f"scale {tuple(scale.shape)} does not divide values {tuple(values.shape)} into blocks")
-    return (values.to(dtype).unflatten(-1, (scale.shape[-1], -1)) * scale.to(dtype).unsqueeze(-1)).flatten(-2)
+    return (torch.unflatten(values.to(dtype), -1, (scale.shape[-1], -1)) * scale.to(dtype).unsqueeze(-1)).flatten(-2)
 
 
 def fake_quant(x: Tensor, *, block: int = BLOCK, scale_format: ScaleFormat = "ue8m0") -> Tensor:
@@ -103,13 +103,13 @@ def fake_quant(x: Tensor, *, block: int = BLOCK, scale_format: ScaleFormat = "ue
 
 
 def quantise_blocks(weight_ON: Tensor) -> BlockFp8:
-    """A weight matrix in e4m3 with one fp32 scale (amax / 448) per 128 x 128 block, as the published checkpoint stores it."""
+    """A weight matrix in e4m3 with one fp32 scale (amax / 448) per 128 x 128 block, as published checkpoints are."""
     rows, columns = weight_ON.shape
     padded = torch.nn.functional.pad(weight_ON.to(torch.float32), (0, -columns % BLOCK, 0, -rows % BLOCK))
-    blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
-    scale = blocks.abs().amax((1, 3)).clamp_min(MIN_AMAX) / _LARGEST["e4m3fn"]
+    blocks = torch.unflatten(torch.unflatten(padded, 0, (-1, BLOCK)), 2, (-1, BLOCK))
+    scale = blocks.abs().amax((1, 3)).clamp_min(MIN_AMAX) / LARGEST["e4m3fn"]
     values = (blocks / scale[:, None, :, None]).clamp(-448.0, 448.0).flatten(2, 3).flatten(0, 1)
-    return BlockFp8(bits_ON=values[:rows, :columns].to(torch.float8_e4m3fn), scale=scale)
+    return BlockFp8(bits=values[:rows, :columns].to(torch.float8_e4m3fn), scale=scale)
 
 
 def linear(x_TN: Tensor, weight: Matrix, precision: Precision) -> Tensor:

@@ -1,8 +1,8 @@
 """YaRN rotary embedding in its two layouts: interleaved pairs for MLA, half-split pairs for the indexer.
 
 Legend: T tokens, P pairs (R / 2), R rotated width.
-The angle position x frequency is formed in fp32 in one fixed order, whatever the compute dtype: at position 163839 another
-order, or an fp64 angle, differs by up to 5e-3 rad from what the model runs. Source: YaRN (arXiv 2309.00071) and
+The angle position x frequency is formed in fp32 in one fixed order, whatever the compute dtype: at position 163839
+another order, or an fp64 angle, differs by up to 5e-3 rad from what the model runs. Source: YaRN (arXiv 2309.00071) and
 `precompute_freqs_cis` of DeepSeek's inference code.
 """
 

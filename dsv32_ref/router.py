@@ -39,7 +39,7 @@ def choose_experts(logits_TE: Tensor, bias_E: Tensor, config: Config) -> Tensor:
     """
     _check(logits_TE, bias_E, config)
     biased_TE = logits_TE.sigmoid() + bias_E
-    grouped_TGe = biased_TE.unflatten(-1, (config.n_expert_groups, -1))
+    grouped_TGe = torch.unflatten(biased_TE, -1, (config.n_expert_groups, -1))
     group_TG = grouped_TGe.topk(min(2, grouped_TGe.shape[-1]), -1).values.sum(-1)
     kept_TG = group_TG.sort(dim=-1, descending=True, stable=True).indices[:, : config.n_limited_groups]
     outside_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter_(1, kept_TG, False)

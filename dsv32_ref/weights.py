@@ -1,7 +1,7 @@
 """The weights of the model: their names and shapes, their checked assembly into layers, and a synthetic source.
 
-Names are those of DeepSeek's inference code ("layers.3.attn.wq_a.weight"), matrices are [out, in]. A matrix may be block
-fp8: "x.weight" in e4m3 with "x.scale" in fp32. MTP layers are numbered behind the main ones.
+Names are those of DeepSeek's inference code ("layers.3.attn.wq_a.weight"), matrices are [out, in]. A matrix may be
+block fp8: "x.weight" in e4m3 with "x.scale" in fp32. MTP layers are numbered behind the main ones.
 """
 
 from __future__ import annotations
@@ -139,14 +139,16 @@ class _Named:
         self.named, self.shapes = named, shapes
 
     def matrix(self, name: str) -> Matrix:
-        bits_ON = self._find(name + ".weight")
-        if bits_ON.dtype != torch.float8_e4m3fn:
+        bits = self._find(name + ".weight")
+        if bits.dtype != torch.float8_e4m3fn:
             return self.plain(name + ".weight")
-        rows, columns = bits_ON.shape
+        rows, columns = bits.shape
         scale = self._find(name + ".scale", (-(-rows // BLOCK), -(-columns // BLOCK)))
         if not bool((scale.isfinite() & (scale > 0)).all()):
-            raise ValueError(f"{name}.scale holds a value that is not positive and finite; convert the checkpoint again")
-        return BlockFp8(bits_ON=bits_ON, scale=_finite(name + ".weight", bits_ON, scale))
+            raise ValueError(
+                f"{name}.scale holds a value that is not positive and finite; convert the checkpoint again"
+            )
+        return BlockFp8(bits=bits, scale=_finite(name + ".weight", bits, scale))
 
     def plain(self, name: str) -> Tensor:
         tensor = self._find(name)
@@ -166,9 +168,9 @@ class _Named:
         return tensor
 
 
-def _finite(name: str, bits_ON: Tensor, scale: Tensor) -> Tensor:
+def _finite(name: str, bits: Tensor, scale: Tensor) -> Tensor:
     """`scale` in fp32, once the fp8 bits hold no NaN (e4m3fnuz bytes read as e4m3fn turn -0 into NaN)."""
-    if bool(bits_ON.to(torch.float32).isnan().any()):
+    if bool(bits.to(torch.float32).isnan().any()):
         raise ValueError(f"{name} holds fp8 NaN bytes; e4m3fn weights have none (were they written as e4m3fnuz?)")
     return scale.to(torch.float32)
 
@@ -256,16 +258,16 @@ def quantise(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         stem = name.removesuffix(".weight")
         if stem.rsplit(".", 1)[-1] in _FP8_LINEARS:
             block = quantise_blocks(tensor)
-            out |= {name: block.bits_ON, stem + ".scale": block.scale}
+            out |= {name: block.bits, stem + ".scale": block.scale}
     return out
 
 
 def synthetic(config: Config, seed: int, shapes: Shapes | None = None) -> dict[str, Tensor]:
     """Named fp32 weights drawn by seed, each tensor from its own stream (so any subset `shapes` draws the same).
 
-    Matrices are N(0, 1/in) on the bf16 grid. Two statistics of real checkpoints that plain Gaussians lack: the correction
-    bias has a large common offset per layer (2..12) and a small spread (0.05), and a few rope lanes of the indexer key
-    and of the MLA key are outliers.
+    Matrices are N(0, 1/in) on the bf16 grid. Two statistics of real checkpoints that plain Gaussians lack: the
+    correction bias has a large common offset per layer (2..12) and a small spread (0.05), and a few rope
+    lanes of the indexer key and of the MLA key are outliers.
     """
     names = weight_shapes(config) if shapes is None else shapes
     return {name: _draw(name, shape, seed, config) for name, shape in names.items()}
@@ -287,4 +289,5 @@ def _draw(name: str, shape: tuple[int, ...], seed: int, config: Config) -> Tenso
         z[config.kv_lora_rank + rng.choice(config.qk_rope_head_dim, 2, replace=False)] *= 8.0
     gain_of = {"embed.weight": 1.0, "gate.weight": 1.5 * shape[-1] ** -0.5}
     scale = next((s for suffix, s in gain_of.items() if name.endswith(suffix)), shape[-1] ** -0.5)
-    return (z * scale).to(torch.bfloat16).to(torch.float32)
+    drawn: Tensor = (z * scale).to(torch.bfloat16).to(torch.float32)
+    return drawn
