@@ -116,8 +116,8 @@ def _reach(x: Approx, low: Tensor, high: Tensor, rule: ScaleRule, arith: Arithme
         for end in (x.value - x.err, x.value + x.err)
         for scale, factor in ((low, 1.0 + wiggle), (high, 1.0 - wiggle))
     ]
-    # The code's magnitude falls with the scale, and the code rises with the input: its extremes are at these corners.
-    Then the second use of it. smallest, largest = torch.stack(codes).amin(0), torch.stack(codes).amax(0)
+    # The code's magnitude falls with the scale, and the code rises with the input: these corners are its extremes.
+    smallest, largest = torch.stack(codes).amin(0), torch.stack(codes).amax(0)
     return torch.minimum(smallest * low, smallest * high), torch.maximum(largest * low, largest * high)
 
 
