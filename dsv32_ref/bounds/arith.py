@@ -146,6 +146,14 @@ class Arithmetic:
         """Error of a library function of that accuracy (one ulp is at most 2u of the result), plus the underflow."""
         return 2.0 * ulps * self.u * magnitude + (2.0 * ulps + 1.0) * self.eta_mul
 
+    def result(self, value: Tensor, err: Tensor, reach: Tensor | None = None) -> Approx:
+        """The pair, widened by the float64 evaluation error; err is inf where the result, or the intermediate magnitude
+        `reach`, may exceed the largest number of `acc`.
+        """
+        pair = with_slack(value, err)
+        largest = pair.high if reach is None else torch.maximum(reach, pair.high)
+        return Approx(value, torch.where(largest > self.acc.max, math.inf, pair.err))
+
     def read(self, x: Approx) -> Approx:
         """`x` as an operation may read it: unchanged, or with its subnormal numbers taken as zero (ftz)."""
         if not self.ftz:

@@ -45,11 +45,14 @@ class SoftmaxForm:
 PLAIN = SoftmaxForm()
 
 
-def scores(q_HD: Approx, k_KD: Approx, scale: float, arith: Arithmetic, *, scalars: int = 1) -> Approx:
-    """scale * q k^T [..., H, K]. `scalars`: constants multiplied in (sm_scale; q_scale, kv_scale), wherever they are
-    applied.
+def scores(
+    q_HD: Approx, k_KD: Approx, scale: float, arith: Arithmetic, *, scalars: int = 1, depth: int | None = None
+) -> Approx:
+    """scale * q k^T [..., H, K], wherever the constants are applied.
+
+    `scalars`: how many constants are multiplied in (sm_scale; q_scale, kv_scale). `depth`: as in `linear`.
     """
-    plain = matmul(q_HD, k_KD.transposed(), arith, roundings=2 * scalars)
+    plain = matmul(q_HD, k_KD.transposed(), arith, depth=depth, roundings=2 * scalars)
     # Constants multiplied into q or k may underflow there, unscaled.
     early = 2 * scalars * q_HD.value.shape[-1] * partial_underflow(q_HD, k_KD, arith)
     return with_slack(plain.value * scale, plain.err * abs(scale) + early)
@@ -172,6 +175,7 @@ def _numerator(
         (n + form.rescales + form.splits) * (arith.eta_mul + arith.eta_add) * (1.0 + v_KC.high.amax(-2, keepdim=True))
     )
     value = w.p.value @ v_KC.value
+    underflow = torch.where((1.0 + growth) * magnitude > arith.acc.max, math.inf, underflow)  # overflow
     if arith.delta is None:
         return value, growth * magnitude + (magnitude - known).clamp(min=0.0) + underflow
     settled = (w.p.value + spread) @ v_KC.high - known

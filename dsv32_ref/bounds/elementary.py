@@ -11,14 +11,14 @@ import math
 import torch
 from torch import Tensor
 
-from dsv32_ref.bounds.arith import Approx, Arithmetic, hull, with_slack
+from dsv32_ref.bounds.arith import Approx, Arithmetic, hull
 
 
 def add(x: Approx, y: Approx, arith: Arithmetic) -> Approx:
     """x + y, one rounding."""
     x, y = arith.read(x), arith.read(y)
     value, err = x.value + y.value, x.err + y.err
-    return with_slack(value, err + arith.rounding(value.abs() + err))
+    return arith.result(value, err + arith.rounding(value.abs() + err))
 
 
 def mul(x: Approx, y: Approx, arith: Arithmetic) -> Approx:
@@ -26,7 +26,7 @@ def mul(x: Approx, y: Approx, arith: Arithmetic) -> Approx:
     x, y = arith.read(x), arith.read(y)
     value = x.value * y.value
     err = x.value.abs() * y.err + x.err * y.value.abs() + x.err * y.err
-    return with_slack(value, err + arith.rounding(value.abs() + err))
+    return arith.result(value, err + arith.rounding(value.abs() + err))
 
 
 def div(x: Approx, y: Approx, arith: Arithmetic) -> Approx:
@@ -36,7 +36,7 @@ def div(x: Approx, y: Approx, arith: Arithmetic) -> Approx:
     err = (x.err + value.abs() * y.err) / low
     own = (1.0 + arith.u) * (1.0 + 2.0 * arith.rcp_ulp * arith.u) - 1.0
     err = err + (value.abs() + err) * own + 2.0 * arith.eta_mul * (1.0 + x.high)
-    return with_slack(value, torch.where(low > 0, err, math.inf))
+    return arith.result(value, torch.where(low > 0, err, math.inf))
 
 
 def exp_relative(argument: Tensor, arith: Arithmetic) -> Tensor:
@@ -53,7 +53,7 @@ def exp(x: Approx, arith: Arithmetic) -> Approx:
     x = arith.read(x)
     inner = hull(x.value.exp(), (x.value - x.err).exp(), (x.value + x.err).exp())
     own = exp_relative(x.high, arith) * inner.high + (2.0 * arith.exp_ulp + 1.0) * arith.eta_mul
-    return with_slack(inner.value, inner.err + own)
+    return arith.result(inner.value, inner.err + own)
 
 
 def sigmoid(x: Approx, arith: Arithmetic) -> Approx:
@@ -67,7 +67,7 @@ def sigmoid(x: Approx, arith: Arithmetic) -> Approx:
     denominator = (1.0 + exp_relative(x.high, arith) * (1.0 - smallest)) * (1.0 + arith.u) - 1.0
     # + u: the quotient's own rounding where the reciprocal is multiplied by the numerator.
     own = (1.0 + 2.0 * arith.rcp_ulp * arith.u) * (1.0 + arith.u) / (1.0 - denominator) - 1.0
-    return with_slack(inner.value, inner.err + own * inner.high + 4.0 * arith.acc.min_normal)
+    return arith.result(inner.value, inner.err + own * inner.high + 4.0 * arith.acc.min_normal)
 
 
 def silu(x: Approx, arith: Arithmetic) -> Approx:
@@ -80,7 +80,7 @@ def rsqrt(x: Approx, arith: Arithmetic) -> Approx:
     low = x.value - x.err
     inner = hull(x.value.rsqrt(), (x.value + x.err).rsqrt(), low.clamp(min=torch.finfo(torch.float64).tiny).rsqrt())
     err = inner.err + arith.library(arith.rsqrt_ulp, inner.high)
-    return with_slack(inner.value, torch.where(low > 0, err, math.inf))
+    return arith.result(inner.value, torch.where(low > 0, err, math.inf))
 
 
 def log(x: Approx, arith: Arithmetic) -> Approx:
@@ -88,7 +88,7 @@ def log(x: Approx, arith: Arithmetic) -> Approx:
     low = x.value - x.err
     inner = hull(x.value.log(), low.clamp(min=torch.finfo(torch.float64).tiny).log(), (x.value + x.err).log())
     err = inner.err + arith.library(arith.log_ulp + 1.0, inner.high)
-    return with_slack(inner.value, torch.where(low > 0, err, math.inf))
+    return arith.result(inner.value, torch.where(low > 0, err, math.inf))
 
 
 def scale_by(x: Approx, factor: float, arith: Arithmetic) -> Approx:

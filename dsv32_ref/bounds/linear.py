@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dsv32_ref.bounds.arith import Approx, Arithmetic, exact, with_slack
+from dsv32_ref.bounds.arith import Approx, Arithmetic, exact
 
 
 def matmul(a: Approx, b: Approx, arith: Arithmetic, *, depth: int | None = None, roundings: int = 0) -> Approx:
@@ -44,7 +44,7 @@ def total(x: Approx, arith: Arithmetic, *, depth: int | None = None) -> Approx:
     growth = arith.growth(max(n - 1, 0) if depth is None else depth)
     magnitude, plain = x.high.sum(-1), x.value.abs().sum(-1)
     err = growth * magnitude + (magnitude - plain) + n * arith.eta_add * (1.0 + growth)
-    return with_slack(x.value.sum(-1), err)
+    return arith.result(x.value.sum(-1), err, (1.0 + growth) * magnitude)
 
 
 def _row_dot(a: Tensor, b: Tensor) -> Tensor:
@@ -67,7 +67,8 @@ def _contract(
     propagated = magnitude - product(a.value.abs(), b.value.abs())
     partial = roundings * partial_underflow(a, b, arith)
     underflow = n * (1.0 + growth) * (arith.eta_mul + arith.eta_add + partial)
-    return with_slack(product(a.value, b.value), growth * magnitude + propagated.clamp(min=0.0) + underflow)
+    err = growth * magnitude + propagated.clamp(min=0.0) + underflow
+    return arith.result(product(a.value, b.value), err, (1.0 + growth) * magnitude)
 
 
 def partial_underflow(a: Approx, b: Approx, arith: Arithmetic) -> Tensor:
