@@ -174,8 +174,8 @@ class _Comparison:
 
     def __call__(self, stage: str, layer: int, value: Tensor) -> Tensor:
         """Compares `value`; returns what to go on with."""
-        self.last[stage] = value
         recorded = self.recording.stage(self.step, layer, stage)
+        self.last[stage] = recorded if self.local and recorded is not None and stage not in DECISIONS else value
         if recorded is None or self.first is not None:
             return value
         if recorded.shape != value.shape:
