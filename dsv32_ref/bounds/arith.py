@@ -13,6 +13,7 @@ happen err is inf.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -186,6 +187,10 @@ class Approx:
     def high(self) -> Tensor:
         """|value| + err: the largest magnitude a computed result can have."""
         return self.value.abs() + self.err
+
+    def apply(self, change: Callable[[Tensor], Tensor]) -> Approx:
+        """The same change of layout (a gather, a transpose, a split) applied to value and err."""
+        return Approx(change(self.value), change(self.err))
 
     def map(self, index: object) -> Approx:
         """The same indexing applied to value and err."""

@@ -75,12 +75,12 @@ def silu(x: Approx, arith: Arithmetic) -> Approx:
     return mul(x, sigmoid(x, arith), arith)
 
 
-def rsqrt(x: Approx, arith: Arithmetic) -> Approx:
-    """1 / sqrt(x); err is inf where x may be <= 0."""
-    low = x.value - x.err
+def rsqrt(x: Approx, arith: Arithmetic, least: Tensor | None = None) -> Approx:
+    """1 / sqrt(x); err is inf where x may be <= 0. `least`: a lower bound of the computed x known otherwise."""
+    low = x.value - x.err if least is None else torch.maximum(x.value - x.err, least)
     inner = hull(x.value.rsqrt(), (x.value + x.err).rsqrt(), low.clamp(min=torch.finfo(torch.float64).tiny).rsqrt())
     err = inner.err + arith.library(arith.rsqrt_ulp, inner.high)
-    return arith.result(inner.value, torch.where(low > 0, err, math.inf))
+    return arith.result(inner.value, torch.where((low > 0) & torch.isfinite(x.err), err, math.inf))
 
 
 def log(x: Approx, arith: Arithmetic) -> Approx:

@@ -150,6 +150,13 @@ def case_rms_norm() -> Case:
     return x * torch.rsqrt(mean + 1e-6), norm.rms_norm(exact(x), exact(torch.ones(4096)), 1e-6, FP)
 
 
+def case_rms_norm_input_error() -> Case:
+    """An error as large as the row: one element may double while all others vanish."""
+    bound = norm.rms_norm(approx(torch.full((8,), 1e-3), 1e-3), exact(torch.ones(8)), 1e-6, FP)
+    alone = 2e-3 / (4e-6 / 8 + 1e-6) ** 0.5
+    return torch.tensor([alone]), bound.map(slice(0, 1))
+
+
 def case_residual() -> Case:
     x, r = torch.ones(4), torch.full((4,), 2.0**-8)
     _, kept = norm.residual_norm(exact(x), exact(r), exact(torch.ones(4)), 1e-6, FP, BF16)
