@@ -185,7 +185,7 @@ class StageBounds:
         """Weighted experts plus the shared one, [T, M], for a given choice; every token meets every expert chosen."""
         ids = sorted(set(chosen_TK.flatten().tolist()))
         outs = [self.mlp(x_TM, w.experts[expert]) for expert in ids]
-        place = torch.searchsorted(torch.tensor(ids), chosen_TK)
+        place = torch.searchsorted(torch.tensor(ids), chosen_TK.contiguous())
         rows = torch.arange(len(chosen_TK)).unsqueeze(-1)
         values, errs = torch.stack([o.value for o in outs], 1), torch.stack([o.err for o in outs], 1)
         shared = None if w.shared is None else self.mlp(x_TM, w.shared)
