@@ -124,9 +124,12 @@ class State:
 
     def preempt(self, request: int) -> list[int]:
         """Drops a request and its pages; its tokens are returned, and prefilling them again resumes it."""
+        if request not in self.tokens:
+            raise ValueError(f"request {request} is not here; it cannot be preempted")
+        tokens = list(self.tokens[request])
         self.truncate(request, 0)
-        del self.table.pages[request]
-        return self.tokens.pop(request) or []
+        del self.table.pages[request], self.tokens[request]
+        return tokens
 
     def append(self, new: Tokens) -> Batch:
         """Admits unknown requests, takes the tokens in and gives every new token its slot."""
