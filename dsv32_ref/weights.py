@@ -266,11 +266,19 @@ def synthetic(config: Config, seed: int, shapes: Shapes | None = None) -> dict[s
     """Named fp32 weights drawn by seed, each tensor from its own stream (so any subset `shapes` draws the same).
 
     Matrices are N(0, 1/in) on the bf16 grid. Two statistics of real checkpoints that plain Gaussians lack: the
-    correction bias has a large common offset per layer (2..12) and a small spread (0.05), and a few rope
-    lanes of the indexer key and of the MLA key are outliers.
+    correction bias has a large common offset per layer (2..12) and a small spread (0.05), and two rope
+    lanes per layer are outliers, in the indexer's keys and queries (only there does a missing Hadamard rotation show)
+    and in MLA's keys.
     """
     names = weight_shapes(config) if shapes is None else shapes
     return {name: _draw(name, shape, seed, config) for name, shape in names.items()}
+
+
+def _outlier_lanes(name: str, seed: int, config: Config) -> Tensor:
+    """Two rope lanes, the same for all tensors of a layer."""
+    layer = name.split(".")[1] if name.startswith("layers.") else ""
+    rng = np.random.default_rng([seed, zlib.crc32(f"outliers {layer}".encode())])
+    return torch.from_numpy(rng.choice(config.qk_rope_head_dim, 2, replace=False))
 
 
 def _draw(name: str, shape: tuple[int, ...], seed: int, config: Config) -> Tensor:
@@ -281,12 +289,16 @@ def _draw(name: str, shape: tuple[int, ...], seed: int, config: Config) -> Tenso
     if name.endswith("k_norm.bias"):
         return 0.1 * z
     if name.endswith("norm.weight"):
-        gain = 1.0 + 0.1 * z
-        if name.endswith("k_norm.weight"):
-            gain[rng.choice(config.qk_rope_head_dim, 2, replace=False)] *= 12.0
-        return gain
+        z = 1.0 + 0.1 * z
+    lanes = _outlier_lanes(name, seed, config)
+    if name.endswith("k_norm.weight"):
+        z[lanes] *= 12.0
+    if name.endswith("norm.weight"):
+        return z
+    if name.endswith("indexer.wq_b.weight"):
+        z.view(config.index_n_heads, config.index_head_dim, -1)[:, lanes] *= 6.0
     if name.endswith("attn.wkv_a.weight"):
-        z[config.kv_lora_rank + rng.choice(config.qk_rope_head_dim, 2, replace=False)] *= 8.0
+        z[config.kv_lora_rank + lanes] *= 8.0
     gain_of = {"embed.weight": 1.0, "gate.weight": 1.5 * shape[-1] ** -0.5}
     scale = next((s for suffix, s in gain_of.items() if name.endswith(suffix)), shape[-1] ** -0.5)
     drawn: Tensor = (z * scale).to(torch.bfloat16).to(torch.float32)
