@@ -25,7 +25,14 @@ def hf_config(config: Config) -> Any:
         rope |= {"rope_type": "yarn", "factor": config.rope_factor, "beta_fast": config.beta_fast}
         rope |= {"beta_slow": config.beta_slow, "mscale": config.mscale, "mscale_all_dim": config.mscale}
         rope |= {"original_max_position_embeddings": config.original_seq_len}
-    same = ("vocab_size", "n_routed_experts", "n_shared_experts", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim")
+    same: tuple[str, ...] = (
+        "vocab_size",
+        "n_routed_experts",
+        "n_shared_experts",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+    )
     same += ("qk_rope_head_dim", "v_head_dim", "index_n_heads", "index_head_dim", "index_topk")
     return DeepseekV32Config(
         **{name: getattr(config, name) for name in same},
@@ -71,7 +78,8 @@ def hf_model(config: Config, named: Mapping[str, Tensor], attention: str = "eage
 
     chosen = hf_config(config)
     chosen._attn_implementation = attention
-    model = DeepseekV32ForCausalLM(chosen).eval()
+    model: Any = DeepseekV32ForCausalLM(chosen)
+    model.eval()
     missing, unexpected = model.load_state_dict(packed(config, named), strict=False)
     if missing or unexpected:
         raise ValueError(f"transformers' tensors differ: missing {missing[:3]}, unexpected {list(unexpected)[:3]}")
