@@ -179,7 +179,7 @@ def _numerator(
     if arith.delta is None:
         return value, growth * magnitude + (magnitude - known).clamp(min=0.0) + underflow
     settled = (w.p.value + spread) @ v_KC.high - known
-    random = arith.lam * (stored.square() @ v_KC.high.square()).sqrt()
+    random = torch.minimum(arith.lam * (stored.square() @ v_KC.high.square()).sqrt(), stored @ v_KC.high)
     return value, growth * magnitude + settled.clamp(min=0.0) + random + underflow
 
 

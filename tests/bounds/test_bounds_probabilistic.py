@@ -92,6 +92,10 @@ def test_it_is_never_looser_than_the_deterministic_bound() -> None:
     hard = linear.dot(exact(x), exact(y), FP)
     alarm = linear.dot(exact(x), exact(y), Arithmetic(delta=1e-6))
     assert bool((alarm.err <= hard.err).all())
+    few, v = exact(torch.zeros(1, 16)), exact(torch.randn(16, 4, generator=generator(27)))
+    form = SoftmaxForm(p_format=BF16)
+    soft, firm = (attend(few, v, a, form)[0].err for a in (Arithmetic(delta=1e-9), FP))
+    assert bool((soft <= firm * (1 + 1e-12)).all())  # the same sum in another order
     wide = exact(torch.rand(1, 7168, generator=generator(26)))
     ratio = linear.dot(wide, wide, Arithmetic(delta=1e-6)).err / linear.dot(wide, wide, FP).err
     # lambda(1e-6) sqrt(7168) / 7168
