@@ -83,18 +83,19 @@ def select_topk(scores_TS: Tensor, lengths_T: Tensor, k: int) -> Tensor:
     T, S = scores_TS.shape
     if lengths_T.shape != (T,) or (T and (int(lengths_T.max()) > S or int(lengths_T.min()) < 0)):
         raise ValueError(f"lengths {lengths_T.tolist()[:8]} do not fit index_score rows of {S}; give one per row")
-    inside_TS = torch.arange(S) < lengths_T[:, None]
+    device = scores_TS.device
+    inside_TS = torch.arange(S, device=device) < lengths_T[:, None]
     if bool((scores_TS.isnan() & inside_TS).any()):
         raise ValueError("index_score is NaN inside a row; the top-k of NaN is undefined")
     # Columns outside follow all columns inside, so the stable sort puts them behind even a legal score of -inf.
     order_TS = scores_TS.masked_fill(~inside_TS, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-    best_TK = torch.full((T, k), -1, dtype=torch.int64)
+    best_TK = torch.full((T, k), -1, dtype=torch.int64, device=device)
     best_TK[:, : min(k, S)] = order_TS[:, :k]
-    rank_K = torch.arange(k)
+    rank_K = torch.arange(k, device=device)
     return best_TK.masked_fill(rank_K >= lengths_T[:, None], -1)
 
 
 def allowed(topk_TK: Tensor, n_slots: int) -> Tensor:
     """The top-k as a mask [T, S] over the cached tokens."""
-    mask = torch.zeros(topk_TK.shape[0], n_slots + 1, dtype=torch.bool)
+    mask = torch.zeros(topk_TK.shape[0], n_slots + 1, dtype=torch.bool, device=topk_TK.device)
     return mask.scatter_(1, topk_TK.masked_fill(topk_TK < 0, n_slots), True)[:, :n_slots]

@@ -77,7 +77,7 @@ def act_quant(
     if not bool(torch.isfinite(amax).all()):
         raise ValueError("x holds NaN or infinity; act_quant needs finite values")
     largest = LARGEST[flavour]
-    scale = amax.clamp_min(MIN_AMAX) * torch.tensor(1.0 / largest, dtype=torch.float32)
+    scale = amax.clamp_min(MIN_AMAX) * (1.0 / largest)
     scale = ue8m0(scale) if scale_format == "ue8m0" else scale
     values = (blocks / scale.unsqueeze(-1)).clamp(-largest, largest).to(FP8[flavour])
     return values.flatten(-2), scale
@@ -146,4 +146,4 @@ def hadamard(x: Tensor, precision: Precision) -> Tensor:
     It leaves every q.k unchanged and spreads an outlier lane over the whole head before it is quantised.
     """
     n = x.shape[-1]
-    return round_bf16(x @ hadamard_matrix(n).to(x.dtype) * n**-0.5, precision)
+    return round_bf16(x @ hadamard_matrix(n).to(x) * n**-0.5, precision)

@@ -29,14 +29,14 @@ def correction_range(config: Config) -> tuple[float, float]:
     return low, high + 0.001 if low == high else high
 
 
-def frequencies(config: Config) -> Tensor:
+def frequencies(config: Config, device: torch.device | None = None) -> Tensor:
     """The rotation per position of each pair, [P] fp32 radians."""
     width = config.qk_rope_head_dim
-    f_P = 1.0 / (config.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
+    f_P = 1.0 / (config.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32, device=device) / width))
     if not config.yarn:
         return f_P
     low, high = correction_range(config)
-    keep_P = 1 - ((torch.arange(width // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    keep_P = 1 - ((torch.arange(width // 2, dtype=torch.float32, device=device) - low) / (high - low)).clamp(0, 1)
     return f_P / config.rope_factor * (1 - keep_P) + f_P * keep_P
 
 
@@ -48,7 +48,7 @@ def rope_table(config: Config, positions_T: Tensor, dtype: torch.dtype = torch.f
     """
     if len(positions_T) and (int(positions_T.min()) < 0 or int(positions_T.max()) >= config.max_seq_len):
         raise ValueError(f"positions reach {int(positions_T.max())}; they must lie in [0, {config.max_seq_len})")
-    angle_TP = (positions_T.to(torch.float32)[:, None] * frequencies(config)).to(dtype)
+    angle_TP = (positions_T.to(torch.float32)[:, None] * frequencies(config, positions_T.device)).to(dtype)
     return angle_TP.cos(), angle_TP.sin()
 
 

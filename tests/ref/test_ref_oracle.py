@@ -127,7 +127,7 @@ def check(config: Config, prompt: int, seed: int) -> None:
     assert choices.compared == 2 * (prompt + 3) * (config.n_layers + n_moe)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow], phases=[Phase.generate])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow], phases=[Phase.generate])
 @given(config=worlds(), prompt=st.integers(2, 40), seed=st.integers(0, 10_000))
 def test_logits_and_every_choice_agree(config: Config, prompt: int, seed: int) -> None:
     check(config, prompt, seed)
