@@ -174,15 +174,18 @@ def test_epsilon_matters_for_tiny_activations() -> None:
 
 
 def test_the_norm_reads_the_unrounded_sum() -> None:
-    x, residual = torch.tensor([[1.0, 2.0**-9]]), torch.tensor([[2.0**-9, 1.0]])
-    normed, rounded = add_rms_norm(x, residual, torch.tensor([1.0, 1.0]), 1e-6, Precision(bf16=True))
-    assert torch.equal(rounded, torch.ones(1, 2))
-    third = torch.tensor([[1.0, 0.0]])
-    normed, rounded = add_rms_norm(third, torch.tensor([[2.0**-8 + 2.0**-9, 1.0]]), torch.ones(2), 1e-6, BF16_Q)
-    exact = (third + torch.tensor([[2.0**-8 + 2.0**-9, 1.0]])).double()
-    wanted = (exact / (exact.square().mean() + 1e-6).sqrt()).to(torch.bfloat16).float()
-    assert torch.equal(normed, wanted)
-    assert torch.equal(rounded, exact.to(torch.bfloat16).float())
+    """bf16 inputs whose fp32 sum is no bf16 value: the norm of the rounded sum is another result."""
+    x, residual = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16).float()
+    normed, stored = add_rms_norm(x, residual, torch.ones(64), 1e-6, BF16_Q)
+
+    def rms(s: Tensor) -> Tensor:
+        exact = s.double() / (s.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        return exact.to(torch.float32).to(torch.bfloat16).float()
+
+    rounded = (x + residual).to(torch.bfloat16).float()
+    assert torch.equal(stored, rounded)
+    assert torch.equal(normed, rms(x + residual))
+    assert not torch.equal(normed, rms(rounded))
 
 
 # RoPE
