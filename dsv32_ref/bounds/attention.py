@@ -85,10 +85,13 @@ def _argument_error(scores_HK: Approx, distance: Tensor, arith: Arithmetic, form
 
 
 def _lse_rounding(scores_HK: Approx, wobble: Tensor, log_k: float, arith: Arithmetic) -> Tensor:
-    """Rounding of one LSE = maximum + log(sum): the sum of both, and the logarithm."""
+    """Rounding of one LSE = maximum + log(sum): the sum of both, and the logarithm of at most K (1 + growth)
+    exp(wobble).
+    """
     finite = torch.where(torch.isfinite(scores_HK.value), scores_HK.value.abs(), 0.0)
-    largest = finite.amax(-1, keepdim=True) + wobble + log_k
-    return arith.u * largest + 2.0 * arith.u * (arith.log_ulp + 1.0) * log_k
+    log_sum = log_k + wobble + arith.growth(scores_HK.value.shape[-1] + 4)
+    largest = finite.amax(-1, keepdim=True) + wobble + log_sum
+    return arith.u * largest + 2.0 * arith.u * (arith.log_ulp + 1.0) * log_sum
 
 
 def _weights(scores_HK: Approx, arith: Arithmetic, form: SoftmaxForm, shift: Tensor | float = 0.0) -> _Weights:

@@ -22,3 +22,13 @@ def test_no_computed_value_exceeds_its_bound(stage: str) -> None:
 
 def test_at_least_20000_stage_inputs_are_judged() -> None:
     assert sum(inputs for _, inputs in STAGES.values()) >= 20_000
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(100, 120))
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_computed_value_exceeds_its_bound_on_more_seeds(stage: str, seed: int) -> None:
+    run, _ = STAGES[stage]
+    for computed, bound in run(generator(seed)):
+        budget = judge(computed, bound)
+        assert budget.passed, budget.describe(f"{stage}, seed {seed}")

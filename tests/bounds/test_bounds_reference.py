@@ -88,17 +88,17 @@ def test_faulty_stages_exceed_the_bounds(plain: LayerWeights) -> None:
     c, p = GOLDEN, BF16_ONLY
     x, _, at = _drawn()
     table, stale = rope_table(c, at), rope_table(c, (at - 1).clamp_min(0))
-    assert _judged("latent", mla.latents(x, plain.attn, stale, c, p), plain, p) > 5
+    assert _judged("latent", mla.latents(x, plain.attn, stale, c, p), plain, p) > 1
     keys = indexer.index_keys(x, plain.indexer, stale, c, p)[0]
     assert _judged("index_key", keys, plain, p) > 1
     no_bias = dataclasses.replace(plain.indexer, k_norm_bias=torch.zeros_like(plain.indexer.k_norm_bias))
     assert _judged("index_key", indexer.index_keys(x, no_bias, table, c, p)[0], plain, p) > 1
     assert isinstance(plain.ffn, moe.MoeWeights)
     logits = router.gate_logits(x, plain.ffn.gate)
-    assert _judged("gate_logits", logits.bfloat16().float(), plain, p) > 20
+    assert _judged("gate_logits", logits.bfloat16().float(), plain, p) > 1
     chosen = router.choose_experts(logits, plain.ffn.gate.bias, c)
     biased = (logits.sigmoid() + plain.ffn.gate.bias).gather(1, chosen)
-    assert _judged("gate_w", biased / biased.sum(-1, keepdim=True) * 2.5, plain, p) > 1000
+    assert _judged("gate_w", biased / biased.sum(-1, keepdim=True) * 2.5, plain, p) > 1
     unshared = moe.mixture(
         x, chosen, router.expert_weights(logits, chosen, c), dataclasses.replace(plain.ffn, shared=None), p
     )
@@ -133,10 +133,12 @@ def test_index_choices_are_certified(plain: LayerWeights) -> None:
     score = indexer.index_scores(q, indexer.head_weights(x, q_scale, plain.indexer, c), keys, scale)
     ref = bound.value.topk(16, -1).indices
     assert certify_topk(bound.value, bound.err, ref, score.topk(16, -1).indices).passed
-    stale = indexer.index_queries(qr, plain.indexer, rope_table(c, (at - 1).clamp_min(0)), c)[0]
-    wrong = indexer.index_scores(stale, indexer.head_weights(x, q_scale, plain.indexer, c), keys, scale)
-    got = certify_topk(bound.value, bound.err, ref, wrong.topk(16, -1).indices)
-    assert int((~got.legal).sum()) >= 3  # the other rows kept their set, or flipped a near tie
+    for wrong in (rope_table(c, (at - 1).clamp_min(0)), rope_table(c, torch.zeros_like(at))):
+        q, q_scale = indexer.index_queries(qr, plain.indexer, wrong, c)
+        score = indexer.index_scores(q, indexer.head_weights(x, q_scale, plain.indexer, c), keys, scale)
+        got = certify_topk(bound.value, bound.err, ref, score.topk(16, -1).indices)
+        assert not got.passed
+        assert int(got.flips[got.first_illegal]) > 0  # type: ignore[index]
 
 
 def test_utilisation_reports_every_stage_with_something_used() -> None:
