@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,10 @@ import torch
 
 import dsv32_fuzz
 from dsv32_fuzz.golden.components import replay_components
-from dsv32_fuzz.golden.decodes import DecodeReplay, default_tolerance, replay_decodes
+from dsv32_fuzz.golden.decodes import DecodeReplay, StageValue, default_tolerance, replay_decodes
 from dsv32_fuzz.golden.recipe import recipe_weights
 from dsv32_fuzz.golden.recording import load_manifest, load_recording
-from dsv32_ref.config import BF16_Q, FP32, FP32_Q
+from dsv32_ref.config import BF16_Q, FP32, FP32_Q, GOLDEN, Precision
 from dsv32_ref.decode import Model, State, Trace, decode, prefill
 from dsv32_ref.weights import assemble
 
@@ -131,7 +132,7 @@ def test_nan_in_a_recording_never_passes(copied: Path) -> None:
 
 
 def test_a_tighter_tolerance_can_be_plugged_in(copied: Path) -> None:
-    (run,) = replay_decodes(copied, tolerance=lambda p, s, x: default_tolerance(p, s, x) * 1e-6).runs
+    (run,) = replay_decodes(copied, tolerance=lambda value: default_tolerance(value) * 1e-6).runs
     assert run.first is not None
 
 
@@ -175,9 +176,33 @@ def test_component_file_without_vectors(tmp_path: Path) -> None:
         replay_components(tmp_path / "components_x.npz")
 
 
-def test_default_tolerance_is_wider_only_where_something_is_quantised() -> None:
+def test_default_tolerance_is_wider_only_where_something_is_quantised(world: Callable[..., Model]) -> None:
     x = torch.tensor([[1.0, -2.0, 0.0]])
-    plain = default_tolerance(FP32, "attn_out", x)
+
+    def permitted(precision: Precision, stage: str, recorded: torch.Tensor = x) -> torch.Tensor:
+        model = Model(config=GOLDEN, weights=world().weights, precision=precision)
+        state = State(model, 1)
+        return default_tolerance(
+            StageValue(model=model, state=state, step=0, layer=0, stage=stage, recorded=recorded, before={})
+        )
+
+    plain = permitted(FP32, "attn_out")
     torch.testing.assert_close(plain, 2e-5 + 1e-5 * x.abs())
-    assert bool((default_tolerance(BF16_Q, "attn_out", x) > plain).all())
-    assert torch.equal(default_tolerance(BF16_Q, "gate_logits", x), plain)
+    assert bool((permitted(BF16_Q, "attn_out") > plain).all())
+    assert torch.equal(permitted(BF16_Q, "gate_logits"), plain)
+    # The rope part of a latent is not quantised: only bf16 widens it.
+    latent = permitted(FP32_Q, "latent", torch.ones(1, 160))
+    assert float(latent[0, 127]) > 0.1
+    assert float(latent[0, 128]) == pytest.approx(3e-5)
+
+
+def test_a_tolerance_sees_the_inputs_of_its_stage(copied: Path) -> None:
+    seen: dict[str, set[str]] = {}
+
+    def tolerance(value: StageValue) -> torch.Tensor:
+        seen.setdefault(value.stage, set()).update(value.before)
+        return default_tolerance(value)
+
+    assert replay_decodes(copied, tolerance=tolerance).right
+    assert {"attn_in", "latent", "index_key", "index_topk"} <= seen["attn_out"]
+    assert {"ffn_in", "gate_idx", "gate_w"} <= seen["ffn_out"]
