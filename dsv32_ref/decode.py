@@ -9,7 +9,7 @@ lists the names in the order of computation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from dsv32_ref import indexer, mla, moe, router
-from dsv32_ref.cache import CacheFormat, IndexCache, LatentCache, PageTable
-from dsv32_ref.config import FP32, Config, Precision
 from dsv32_ref.norm import add_rms_norm
 from dsv32_ref.rope import rope_table
-from dsv32_ref.weights import LayerWeights, Weights
+from dsv32_ref.state import Batch, Model, State, Tokens
+from dsv32_ref.weights import LayerWeights
 
 STAGES = (
     "attn_in",
@@ -45,8 +44,6 @@ ROWS_AT_ONCE = 64
 Form = Literal["absorbed", "unabsorbed"]
 Tap = Callable[[str, int, Tensor], Tensor]
 """(stage, layer, value) -> the value to go on with. The layer of final_norm and logits is -1."""
-Tokens = Mapping[int, Sequence[int]]
-"""New token ids of each request, by request id."""
 
 
 def untouched(_stage: str, _layer: int, value: Tensor) -> Tensor:
@@ -72,128 +69,6 @@ class Trace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
-    """What does not change between steps."""
-
-    config: Config
-    weights: Weights
-    precision: Precision = FP32
-
-
-class State:
-    """What changes between steps: each request's tokens, its pages, and every layer's caches.
-
-    Args:
-        model: fixes the dimensions and, by the dtype of its weights, the compute dtype.
-        n_slots: tokens that the caches hold in all; rounded up to whole pages.
-        form: the byte layouts.
-    """
-
-    def __init__(self, model: Model, n_slots: int, form: CacheFormat | None = None) -> None:
-        self.form = form or CacheFormat()
-        config, dtype = model.config, model.weights.embed.dtype
-        n_pages = -(-n_slots // self.form.page_size)
-        self.table = PageTable(n_pages=n_pages, page_size=self.form.page_size)
-        self.tokens: dict[int, list[int]] = {}
-        layers = range(config.n_layers + len(model.weights.mtp))
-        slots = n_pages * self.form.page_size
-        self.latent = [LatentCache(config, self.form, slots, dtype) for _ in layers]
-        self.index = [IndexCache(config, self.form, slots, dtype) for _ in layers]
-
-    def fork(self, request: int, parent: int, length: int) -> None:
-        """Admits `request` with the first `length` tokens of `parent` as its prefix, whose pages both read.
-
-        Raises:
-            ValueError: the prefix is longer than the parent or does not end at a page.
-        """
-        if length > len(self.tokens.get(parent, ())) or length % self.form.page_size:
-            raise ValueError(
-                f"a prefix of {length} tokens of request {parent} is not cached in whole pages; shorten it"
-            )
-        self.table.admit(request, self.table.pages[parent][: length // self.form.page_size])
-        self.tokens[request] = self.tokens[parent][:length]
-
-    def truncate(self, request: int, length: int) -> None:
-        """Forgets the tokens behind the first `length`, for example rejected drafts."""
-        if not 0 <= length <= len(self.tokens.get(request, ())):
-            raise ValueError(
-                f"length {length} is not within request {request}'s {len(self.tokens.get(request, ()))} tokens"
-            )
-        self.table.shrink(request, length)
-        del self.tokens[request][length:]
-
-    def preempt(self, request: int) -> list[int]:
-        """Drops a request and its pages; its tokens are returned, and prefilling them again resumes it."""
-        if request not in self.tokens:
-            raise ValueError(f"request {request} is not here; it cannot be preempted")
-        tokens = list(self.tokens[request])
-        self.truncate(request, 0)
-        del self.table.pages[request], self.tokens[request]
-        return tokens
-
-    def append(self, new: Tokens) -> Batch:
-        """Admits unknown requests, takes the tokens in and gives every new token its slot."""
-        spans: list[slice] = []
-        positions, slots = [], []
-        for request, ids in new.items():
-            if request not in self.tokens:
-                self.table.admit(request)
-                self.tokens[request] = []
-            start, stop = len(self.tokens[request]), len(self.tokens[request]) + len(ids)
-            self.table.grow(request, stop)
-            self.tokens[request].extend(ids)
-            begin = spans[-1].stop if spans else 0
-            spans.append(slice(begin, begin + len(ids)))
-            positions.append(torch.arange(start, stop))
-            slots.append(self.table.slots(request, 0, stop))
-        flat = [token for ids in new.values() for token in ids]
-        return Batch(
-            requests=tuple(new),
-            spans=tuple(spans),
-            tokens=torch.tensor(flat, dtype=torch.int64),
-            positions=torch.cat(positions) if positions else torch.empty(0, dtype=torch.int64),
-            slots=tuple(slots),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """One step's tokens: request b owns the rows `spans[b]`, and `slots[b]` holds all its cached tokens."""
-
-    requests: tuple[int, ...]
-    spans: tuple[slice, ...]
-    tokens: Tensor
-    """[T] int64."""
-    positions: Tensor
-    """[T] int64: the place of each token in its request."""
-    slots: tuple[Tensor, ...]
-
-    @property
-    def lengths(self) -> Tensor:
-        """How many cached tokens each row may see: its own and all before."""
-        return self.positions + 1
-
-    @property
-    def new_slots(self) -> Tensor:
-        """Where each new token is cached."""
-        new = [slots_S[len(slots_S) - (rows.stop - rows.start) :] for rows, slots_S in self.owned()]
-        return torch.cat(new) if new else torch.empty(0, dtype=torch.int64)
-
-    def selected_slots(self, topk_TK: Tensor) -> Tensor:
-        """Where the selected positions of each row are cached, without the columns that no row fills; -1 stays -1."""
-        longest = max((len(slots_S) for slots_S in self.slots), default=0)
-        slots_BS = torch.nn.utils.rnn.pad_sequence(list(self.slots), batch_first=True, padding_value=-1)
-        sizes_B = torch.tensor([rows.stop - rows.start for rows in self.spans])
-        owner_T = torch.arange(len(self.spans)).repeat_interleave(sizes_B)
-        topk_TK = topk_TK[:, :longest]
-        return slots_BS[owner_T[:, None], topk_TK.clamp_min(0)].masked_fill(topk_TK < 0, -1)
-
-    def owned(self) -> list[tuple[slice, Tensor]]:
-        """(rows, slots) of each request."""
-        return list(zip(self.spans, self.slots, strict=True))
-
-
-@dataclass(frozen=True, kw_only=True)
 class StepOutput:
     """What a step gives: hidden states after the final norm [T, M], and logits [T, V] or, of last rows, [B, V]."""
 
@@ -203,7 +78,7 @@ class StepOutput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Pass:
+class Pass:
     """The surroundings of one layer in one step."""
 
     model: Model
@@ -214,13 +89,13 @@ class _Pass:
     tap: Tap
 
 
-def new_pass(model: Model, state: State, batch: Batch, form: Form, tap: Tap) -> _Pass:
+def new_pass(model: Model, state: State, batch: Batch, form: Form, tap: Tap) -> Pass:
     """The surroundings of one step; the RoPE table is formed once for all layers."""
     table = rope_table(model.config, batch.positions, model.weights.embed.dtype)
-    return _Pass(model=model, state=state, batch=batch, rope=table, form=form, tap=tap)
+    return Pass(model=model, state=state, batch=batch, rope=table, form=form, tap=tap)
 
 
-def decoder_layer(h_TM: Tensor, residual_TM: Tensor, w: LayerWeights, layer: int, step: _Pass) -> tuple[Tensor, Tensor]:
+def decoder_layer(h_TM: Tensor, residual_TM: Tensor, w: LayerWeights, layer: int, step: Pass) -> tuple[Tensor, Tensor]:
     """Norm, sparse attention, norm, feed-forward. Takes and gives (output, residual); their sum is the hidden state."""
     config, precision, tap = step.model.config, step.model.precision, step.tap
     a_TM, residual_TM = add_rms_norm(h_TM, residual_TM, w.attn_norm, config.norm_eps, precision)
@@ -230,7 +105,7 @@ def decoder_layer(h_TM: Tensor, residual_TM: Tensor, w: LayerWeights, layer: int
     return tap("ffn_out", layer, feed_forward(tap("ffn_in", layer, f_TM), w, layer, step)), residual_TM
 
 
-def attention(a_TM: Tensor, w: LayerWeights, layer: int, step: _Pass) -> Tensor:
+def attention(a_TM: Tensor, w: LayerWeights, layer: int, step: Pass) -> Tensor:
     """Sparse multi-head latent attention, [T, M]: caches the new tokens, selects, attends."""
     config, precision, batch = step.model.config, step.model.precision, step.batch
     qr_TL = mla.query_latent(a_TM, w.attn, config, precision)
@@ -258,7 +133,7 @@ def attention(a_TM: Tensor, w: LayerWeights, layer: int, step: _Pass) -> Tensor:
     return mla.output(o_THV, w.attn, precision)
 
 
-def _select(a_TM: Tensor, qr_TL: Tensor, w: LayerWeights, layer: int, step: _Pass) -> Tensor:
+def _select(a_TM: Tensor, qr_TL: Tensor, w: LayerWeights, layer: int, step: Pass) -> Tensor:
     """The positions [T, K] that each token attends to, within its own request; -1 pads."""
     config, precision, batch = step.model.config, step.model.precision, step.batch
     q_TJI, q_scale_TJ = indexer.index_queries(qr_TL, w.indexer, step.rope, config, precision)
@@ -277,7 +152,7 @@ def _select(a_TM: Tensor, qr_TL: Tensor, w: LayerWeights, layer: int, step: _Pas
     return topk_TK
 
 
-def feed_forward(f_TM: Tensor, w: LayerWeights, layer: int, step: _Pass) -> Tensor:
+def feed_forward(f_TM: Tensor, w: LayerWeights, layer: int, step: Pass) -> Tensor:
     """The dense network or the mixture of experts, [T, M]."""
     config, precision, tap = step.model.config, step.model.precision, step.tap
     if isinstance(w.ffn, moe.MlpWeights):

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from dsv32_ref.config import FP32, Config, Precision
-from dsv32_ref.decode import Model, State, StepOutput, Tap, decoder_layer, last_rows, new_pass, untouched
+from dsv32_ref.decode import StepOutput, Tap, decoder_layer, last_rows, new_pass, untouched
 from dsv32_ref.norm import add_rms_norm, rms_norm
 from dsv32_ref.quant import linear
+from dsv32_ref.state import Model, State
 from dsv32_ref.weights import MtpWeights
 
 
@@ -29,7 +30,8 @@ def join(embed_TM: Tensor, hidden_TM: Tensor, w: MtpWeights, config: Config, pre
 def draft(
     model: Model, state: State, previous: StepOutput, next_T: Tensor, *, number: int = 0, tap: Tap = untouched
 ) -> StepOutput:
-    """Drafts from the rows of `previous`, the step that was just run; call it once for every step, prefill included.
+    """Drafts from the rows of `previous`, the step that was just run. Call it after every step, each chunk of a prefill
+    included.
 
     Args:
         model: configuration, weights and precision.

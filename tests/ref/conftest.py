@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsv32_ref.config import GOLDEN, Config
-from dsv32_ref.decode import Model
+from dsv32_ref.state import Model
 from dsv32_ref.weights import assemble, synthetic
 
 SCALE_64 = 2.0**-29

@@ -10,8 +10,9 @@ import torch
 
 from dsv32_ref.cache import CacheFormat, IndexCache, LatentCache, LatentLayout, PageTable, encode_656
 from dsv32_ref.config import BF16_Q, FP32_Q, GOLDEN, Config
-from dsv32_ref.decode import Model, State, decode, prefill
+from dsv32_ref.decode import decode, prefill
 from dsv32_ref.quant import act_quant
+from dsv32_ref.state import Model, State
 from dsv32_ref.weights import assemble, synthetic
 
 TRUE = Config()

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from dsv32_ref.checkpoint import Checkpoint, hf_name
 from dsv32_ref.config import FP8, GOLDEN, Config, Precision
-from dsv32_ref.decode import Model, State, prefill
+from dsv32_ref.decode import prefill
 from dsv32_ref.quant import BlockFp8
+from dsv32_ref.state import Model, State
 from dsv32_ref.weights import assemble, assemble_layer, layer_shapes, quantise, synthetic, weight_shapes
 
 SMALL = GOLDEN.replace(n_layers=2, n_mtp_layers=1)

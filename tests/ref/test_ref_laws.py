@@ -12,10 +12,11 @@ from torch import Tensor
 from dsv32_ref import indexer, mla
 from dsv32_ref.cache import CacheFormat
 from dsv32_ref.config import GOLDEN
-from dsv32_ref.decode import Model, State, Trace, decode, prefill
+from dsv32_ref.decode import Trace, decode, prefill
 from dsv32_ref.mtp import draft
 from dsv32_ref.rope import rope_half_split, rope_interleaved, rope_table
 from dsv32_ref.router import choose_experts, expert_weights
+from dsv32_ref.state import Model, State
 
 Same = Callable[[Tensor, Tensor], None]
 World = Callable[..., Model]

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv32_ref.config import GOLDEN, Config
-from dsv32_ref.decode import Model, State, decode, prefill
+from dsv32_ref.decode import decode, prefill
 from dsv32_ref.moe import MoeWeights
 from dsv32_ref.rope import rope_interleaved
+from dsv32_ref.state import Model, State
 from dsv32_ref.weights import assemble, synthetic
 
 pytest.importorskip("transformers", reason="needs the oracle extra")

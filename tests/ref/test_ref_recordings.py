@@ -17,7 +17,8 @@ from dsv32_fuzz.golden.decodes import DecodeReplay, StageValue, default_toleranc
 from dsv32_fuzz.golden.recipe import recipe_weights
 from dsv32_fuzz.golden.recording import load_manifest, load_recording
 from dsv32_ref.config import BF16_Q, FP32, FP32_Q, GOLDEN, Precision
-from dsv32_ref.decode import Model, State, Trace, decode, prefill
+from dsv32_ref.decode import Trace, decode, prefill
+from dsv32_ref.state import Model, State
 from dsv32_ref.weights import assemble
 
 FOLDER = Path(dsv32_fuzz.__file__).parent / "data" / "decodes"

@@ -19,8 +19,9 @@ from torch import Tensor
 from dsv32_fuzz.golden.oracle import hf_config, hf_model
 from dsv32_ref.checkpoint import hf_name
 from dsv32_ref.config import GOLDEN, Config
-from dsv32_ref.decode import Batch, Model, State, attention, decode, new_pass, untouched
+from dsv32_ref.decode import attention, decode, new_pass, untouched
 from dsv32_ref.quant import hadamard_matrix
+from dsv32_ref.state import Batch, Model, State
 from dsv32_ref.weights import assemble, synthetic
 
 ATOL, RTOL = 2e-5, 1e-5

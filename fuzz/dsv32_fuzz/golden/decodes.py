@@ -21,8 +21,9 @@ from dsv32_fuzz.golden.components import ComponentReplay, replay_components
 from dsv32_fuzz.golden.recipe import recipe_weights, weights_sha256
 from dsv32_fuzz.golden.recording import Recording, load_manifest, load_recording
 from dsv32_ref.config import FP32
-from dsv32_ref.decode import Model, State, decode, prefill
+from dsv32_ref.decode import decode, prefill
 from dsv32_ref.moe import MoeWeights
+from dsv32_ref.state import Model, State
 from dsv32_ref.weights import assemble
 
 DECISIONS = ("index_topk", "gate_idx")
