@@ -84,7 +84,8 @@ class Arithmetic:
     bound may fail under mean-independent rounding errors.
     *_ulp: assumed accuracy of library functions, in units in the last place of their result (trig_ulp: in units of u,
     the last place of numbers just below 1, since hardware sine is accurate absolutely).
-    Raises ValueError for a roundoff below 2^-32 (float64 could not judge it) or delta outside (0, 0.5].
+    Raises ValueError for a roundoff below 2^-32 (float64 could not judge it), delta outside (0, 0.5], or both delta
+    and truncating.
     """
 
     acc: Format = FP32
@@ -103,6 +104,11 @@ class Arithmetic:
             raise ValueError(f"acc: roundoff {self.acc.u:g} is below 2^-32; a float64 reference cannot judge it")
         if self.delta is not None and not 0.0 < self.delta <= 0.5:
             raise ValueError(f"delta: {self.delta} is not in (0, 0.5]; use None for the deterministic bound")
+
+        if self.delta is not None and self.truncating:
+            raise ValueError(
+                "delta: truncation is biased, and the square-root-of-n form needs mean-zero errors; use None"
+            )
 
     @property
     def u(self) -> float:

@@ -154,6 +154,7 @@ def test_bounds_grow_with_their_inputs_errors() -> None:
     [
         (lambda: Arithmetic(delta=0.0), "delta"),
         (lambda: Arithmetic(delta=0.7), "delta"),
+        (lambda: Arithmetic(delta=0.1, truncating=True), "biased"),
         (lambda: Arithmetic(acc=Format("fp64", 53, -1022, 1e308)), "acc"),
         (lambda: Arithmetic(acc=BF16).growth(256), "depth"),
         (lambda: FP.lam, "delta"),
