@@ -180,7 +180,11 @@ def prefill(
         part = {r: ids[start : start + size] for r, ids in prompts.items() if start < len(ids) or start == 0}
         out = _step(model, state, part, "unabsorbed", tap, all_logits=False)
         last |= dict(zip(part, out.logits, strict=True))
-    return StepOutput(batch=out.batch, final_norm=out.final_norm, logits=torch.stack([last[r] for r in prompts]))
+    return StepOutput(
+        batch=out.batch,
+        final_norm=out.final_norm,
+        logits=torch.stack([last[r] for r in prompts]) if prompts else out.logits,
+    )
 
 
 def decode(model: Model, state: State, tokens: Tokens, *, tap: Tap = untouched, all_logits: bool = False) -> StepOutput:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -121,20 +122,24 @@ class Batch:
         """How many cached tokens each row may see: its own and all before."""
         return self.positions + 1
 
-    @property
+    @cached_property
     def new_slots(self) -> Tensor:
-        """Where each new token is cached."""
+        """Where each new token is cached, [T]."""
         new = [slots_S[len(slots_S) - (rows.stop - rows.start) :] for rows, slots_S in self.owned()]
         return torch.cat(new) if new else torch.empty(0, dtype=torch.int64)
 
+    @cached_property
+    def row_slots(self) -> Tensor:
+        """Where each cached token of each row's request is, padded with -1 to the longest request."""
+        if not self.slots:
+            return torch.empty(0, 0, dtype=torch.int64)
+        slots_BS = torch.nn.utils.rnn.pad_sequence(list(self.slots), batch_first=True, padding_value=-1)
+        return slots_BS.repeat_interleave(torch.tensor([rows.stop - rows.start for rows in self.spans]), 0)
+
     def selected_slots(self, topk_TK: Tensor) -> Tensor:
         """Where the selected positions of each row are cached, without the columns that no row fills; -1 stays -1."""
-        longest = max((len(slots_S) for slots_S in self.slots), default=0)
-        slots_BS = torch.nn.utils.rnn.pad_sequence(list(self.slots), batch_first=True, padding_value=-1)
-        sizes_B = torch.tensor([rows.stop - rows.start for rows in self.spans])
-        owner_T = torch.arange(len(self.spans)).repeat_interleave(sizes_B)
-        topk_TK = topk_TK[:, :longest]
-        return slots_BS[owner_T[:, None], topk_TK.clamp_min(0)].masked_fill(topk_TK < 0, -1)
+        topk_TK = topk_TK[:, : self.row_slots.shape[1]]
+        return self.row_slots.gather(1, topk_TK.clamp_min(0)).masked_fill(topk_TK < 0, -1)
 
     def owned(self) -> list[tuple[slice, Tensor]]:
         """(rows, slots) of each request."""

@@ -96,6 +96,17 @@ def test_rows_do_not_see_their_company(world: World, same: Same) -> None:
     assert bool(out.logits[2].isnan().all())  # a request without tokens predicts nothing
 
 
+def test_a_step_without_tokens_is_empty(world: World, same: Same) -> None:
+    """Batch 0, and requests that have nothing to compute or nothing at all."""
+    model, state = world(), State(world(), 64)
+    assert decode(model, state, {}).logits.shape == (0, 512)
+    assert prefill(model, state, {}).logits.shape == (0, 512)
+    assert decode(model, state, {4: []}).logits.shape == (1, 512)
+    wanted = prefill(model, State(model, 64), {4: [1, 2, 3]}).logits
+    same(prefill(model, state, {4: [1, 2, 3]}).logits, wanted)
+    assert decode(model, state, {4: []}, all_logits=True).logits.shape == (0, 512)
+
+
 def test_history_prefix_reuse_and_preemption_leave_no_trace(world: World, same: Same) -> None:
     model, form, long = world(), CacheFormat(page_size=8), ids(6, 40)
     fresh = State(model, 64, form)

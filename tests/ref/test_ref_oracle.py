@@ -135,7 +135,7 @@ def test_logits_and_every_choice_agree(config: Config, prompt: int, seed: int) -
 
 
 @pytest.mark.nightly
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(config=worlds(), prompt=st.integers(2, 40), seed=st.integers(0, 10_000))
 def test_logits_and_every_choice_agree_in_many_worlds(config: Config, prompt: int, seed: int) -> None:
     check(config, prompt, seed)

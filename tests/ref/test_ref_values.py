@@ -162,6 +162,16 @@ def test_hadamard_tames_an_outlier_lane() -> None:
     torch.testing.assert_close(hadamard(hadamard(x, FP32), FP32), x, rtol=1e-5, atol=1e-4)
 
 
+def test_index_scales_may_stay_fp32() -> None:
+    x = torch.randn(3, 5, 128, generator=torch.Generator().manual_seed(0))
+    values, scale = indexer.quantise(x, Precision(index_fp8=True, scale_format="fp32"))
+    torch.testing.assert_close(scale, x.abs().amax(-1) / 448, rtol=2**-22, atol=0.0)
+    assert float(values.abs().amax(-1).min()) == 448.0
+    powers = indexer.quantise(x, Precision(index_fp8=True))[1]
+    assert bool((torch.frexp(powers).mantissa == 0.5).all())
+    assert bool(((powers >= scale) & (powers < 2 * scale)).all())
+
+
 # Norms
 
 
