@@ -186,8 +186,17 @@ def _fp8(x: Tensor, rule: quant.ScaleRule, reciprocal: bool) -> Tensor:
     return code.clamp(-rule.largest, rule.largest).to(dtype).float() * scale
 
 
+def _near_midpoints(count: int, gen: torch.Generator) -> Tensor:
+    """Blocks whose values lie within an fp32 ulp of a midpoint between two e4m3 codes, for an fp32 scale."""
+    amax = 1 + torch.rand(count, 1, generator=gen)
+    codes = torch.randint(8, 16, (count, 127), generator=gen) + 0.5
+    middle = (amax.double() / 448 * codes * 2.0 ** torch.randint(0, 5, (count, 127), generator=gen)).float()
+    moved = middle * (1 + 2.0**-23 * torch.randint(-1, 2, (count, 127), generator=gen))
+    return torch.cat([amax, moved], -1)
+
+
 def quantisations(gen: torch.Generator) -> Pairs:
-    x = every_kind(250, 128, gen).clamp(-1e30, 1e30)
+    x = torch.cat([every_kind(200, 128, gen).clamp(-1e30, 1e30), _near_midpoints(400, gen)])
     x[:3] = torch.tensor([448.0, 1e-6, 0.0])[:, None]
     stored = x.bfloat16().float()
     for rule in RULES:

@@ -4,8 +4,10 @@ it.
 
 from __future__ import annotations
 
+import math
+
 import torch
-from bounds_inputs import worst_row
+from bounds_inputs import generator, worst_row
 from bounds_stages import FP, _split_attention
 
 from dsv32_ref.bounds import BF16, E4M3FN, Arithmetic, SoftmaxForm, attend, exact, judge
@@ -103,3 +105,16 @@ def test_a_row_without_keys_is_zero_and_has_no_lse() -> None:
     assert judge(torch.zeros(1, 2), out).passed
     assert not judge(torch.tensor([torch.inf]), lse).passed
     assert not judge(torch.full((1, 2), torch.nan), out).passed
+
+
+def test_distant_scores_need_the_rounding_of_the_exponent() -> None:
+    """A second key 44 below the first: x log2 e lies just beyond -64, where fp32 rounds it by a whole u of itself."""
+    far = -44.4 - 0.3 * torch.rand(500, 1, generator=generator(31))
+    s = torch.cat([torch.zeros(500, 1), far], 1)
+    p = torch.exp2(s * torch.tensor(math.log2(math.e)))
+    v = torch.tensor([[0.0], [1.0]])
+    bound, _ = attend(exact(s), exact(v), FP)
+    budget = judge((p @ v) / p.sum(-1, keepdim=True), bound)
+    assert budget.passed
+    # 44.4 * 1.2 u observed, 44.4 * 3 u granted; all other terms together grant about 15 u.
+    assert budget.worst * 44.4 * 3 > 2 * 15

@@ -207,7 +207,7 @@ def case_frequency() -> Case:
     """pow of a rounded exponent, both at the end of their allowance."""
     exponent = torch.arange(32, dtype=torch.float64) * 2 / 64
     power = 10000.0 ** (exponent * (1 + U)) * (1 + 4 * U)
-    return 1 / power * (1 + U), rope.frequencies(64, 10000.0, FP)
+    return 1 / power * (1 - 2.9 * U), rope.frequencies(64, 10000.0, FP)  # and a reciprocal off by nearly an ulp
 
 
 def case_cos() -> Case:
@@ -300,6 +300,12 @@ def case_attend_p_bf16() -> Case:
     p, v = _rounded_up_and_down()
     bound, _ = attend(exact(p.log()[None]), exact(v), FP, SoftmaxForm(p_format=BF16))
     return (p.bfloat16().double() @ v / p.sum())[None], bound
+
+
+def case_attend_exp() -> Case:
+    """Two equal weights, one exponential two ulps high and the other two ulps low."""
+    v = torch.tensor([[1.0], [-1.0]])
+    return torch.full((1, 1), 4 * U), attend(exact(torch.zeros(1, 2)), exact(v), FP)[0]
 
 
 def case_attend_v_error() -> Case:
