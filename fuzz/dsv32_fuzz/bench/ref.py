@@ -68,6 +68,7 @@ def bench_ref(
     contexts: tuple[int, ...] = (256, 4096),
     repeats: int = 5,
     batch: int = 4,
+    threads: int = 1,
     seed: int = 0,
 ) -> list[Timing]:
     """Decode of a small world, then one true-size MLA + indexer layer at batch 1, for each context length.
@@ -78,19 +79,23 @@ def bench_ref(
         contexts: cached tokens before the timed steps of the true-size layer; 1.7 GB of memory are needed.
         repeats: timed steps of each side.
         batch: requests in the small world.
+        threads: of both sides; more than the free cores make every small operation wait.
         seed: of weights and tokens.
 
     Raises:
         ValueError: repeats or a context is not positive, or the two results differ.
     """
-    if repeats < 1 or batch < 1 or not all(context > 0 for context in small_contexts + contexts):
-        raise ValueError(f"repeats {repeats}, batch {batch} and all contexts must be positive")
-    with torch.no_grad():
-        found = [_small_world(batch, repeats, seed, context) for context in small_contexts]
-        if contexts:
-            layer = _TrueLayer(seed)
-            found += [layer.time(context, repeats) for context in contexts]
-    return found
+    if repeats < 1 or batch < 1 or threads < 1 or not all(context > 0 for context in small_contexts + contexts):
+        raise ValueError(f"repeats {repeats}, batch {batch}, threads {threads} and all contexts must be positive")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with torch.no_grad():
+            found = [_small_world(batch, repeats, seed, context) for context in small_contexts]
+            layer = _TrueLayer(seed) if contexts else None
+            return found + [layer.time(context, repeats) for context in contexts if layer]
+    finally:
+        torch.set_num_threads(before)
 
 
 def _alternate(repeats: int, *sides: Callable[[], object]) -> list[float]:
