@@ -215,7 +215,8 @@ GOLDEN = Config(
 class Precision:
     """Which roundings of the deployed path the reference simulates; all off is the ideal reference.
 
-    Values stay in the compute dtype (fp32 or fp64); a rounding point only moves them onto a coarser grid.
+    Values stay in the compute dtype (fp32 or fp64); a rounding point only moves them onto a coarser grid. Weights are
+    taken as they are: a path with bf16 weights is simulated by weights on the bf16 grid, as `weights.synthetic` draws.
     """
 
     bf16: bool = False
