@@ -23,6 +23,7 @@ from dsv32_ref.bounds import (
     approx,
     attend,
     exact,
+    indexer,
     judge,
     linear,
     norm,
@@ -31,6 +32,7 @@ from dsv32_ref.bounds import (
     round_like,
     round_to,
     router,
+    scores,
 )
 from dsv32_ref.bounds import elementary as el
 
@@ -122,6 +124,22 @@ def test_subnormal_inputs_may_be_read_as_zero() -> None:
     x, y = torch.tensor([2.0**-127]), torch.tensor([2.0**20])
     assert judge(torch.zeros(1), el.mul(exact(x), exact(y), FP)).worst > 1
     assert judge(torch.zeros(1), el.mul(exact(x), exact(y), Arithmetic(ftz=True))).passed
+
+
+def test_a_scaled_logit_may_underflow_before_its_weight_enlarges_it() -> None:
+    """Half a subnormal step, times 1024: the key scale applied inside the sum."""
+    q, k = torch.ones(1, 1, 1), torch.full((1, 1), 2.0**-140)
+    w, scale = torch.full((1, 1), 2.0**10), torch.full((1,), 2.0**-10)
+    inside = ((q[0] @ k.T).clamp_min(0) * scale) * w
+    assert float(inside) == 0
+    assert judge(inside, indexer.index_scores(exact(q), exact(w), exact(k), exact(scale), FP)).passed
+
+
+def test_a_constant_in_the_query_may_underflow_there() -> None:
+    q, k = torch.full((1, 1), 2.0**-140), torch.full((1, 1), 2.0**20)
+    early = (q * 2.0**-10) @ k.T
+    assert float(early) == 0
+    assert judge(early, scores(exact(q), exact(k), 2.0**-10, FP)).passed
 
 
 def test_truncating_accumulation_needs_its_own_unit() -> None:

@@ -308,6 +308,28 @@ def case_attend_exp() -> Case:
     return torch.full((1, 1), 4 * U), attend(exact(torch.zeros(1, 2)), exact(v), FP)[0]
 
 
+def case_attend_quotient() -> Case:
+    """One key, exact exponentials: a reciprocal and a product at the end of their allowance."""
+    bound = attend(exact(torch.zeros(1, 1)), exact(torch.ones(1, 1)), Arithmetic(exp_ulp=0.0))[0]
+    return torch.full((1, 1), 1 + 3 * U, dtype=torch.float64), bound
+
+
+def case_lse_rounding() -> Case:
+    """Three equal scores just above 512: the sum of maximum and logarithm is rounded by nearly u of itself."""
+    s = (512 + 4 * torch.rand(500, 1, generator=generator(32))).expand(500, 3)
+    return s[:, 0] + torch.tensor(3.0).log(), attend(exact(s), exact(torch.ones(3, 1)), FP)[1]
+
+
+def case_attend_like_maximum() -> Case:
+    """Only the largest score errs; by that all other weights cross their midpoint."""
+    p = torch.cat([torch.tensor([1.0]), torch.full((64,), 0.5 * (1 + 2.0**-8) * (1 - 1e-5))]).double()
+    v = torch.cat([torch.zeros(1, 1), torch.ones(64, 1)]).double()
+    e = torch.cat([torch.tensor([2e-5]), torch.zeros(64)]).double()[None]
+    bound = attend_like(Approx(p.log()[None], e), exact(v), FP, BF16)
+    got = torch.where(p < 1, p * (1 + 2e-5), p)
+    return (got.float().bfloat16().double() @ v / got.sum())[None], bound
+
+
 def case_attend_v_error() -> Case:
     return torch.full((1, 1), 1.01), attend(exact(torch.zeros(1, 8)), approx(torch.ones(8, 1), 0.01), FP)[0]
 
@@ -338,6 +360,13 @@ def case_head_weights() -> Case:
     x, w = worst_row(4096, U).float()[None], torch.ones(4, 4096)
     bound = indexer.head_weights(exact(x), exact(w), exact(torch.ones(1, 4)), 64, FP)
     return forward_sum(x * w)[None] / 16, bound
+
+
+def case_head_weight_constants() -> Case:
+    """Two constants and two products at the end of their allowance."""
+    one = torch.ones(1, 1)
+    bound = indexer.head_weights(exact(one), exact(torch.ones(64, 1)), exact(torch.ones(1, 64)), 128, FP)
+    return torch.full((1, 64), (64 * 128) ** -0.5 * (1 + 4 * U), dtype=torch.float64), bound
 
 
 def case_router_logit_rounding() -> Case:
