@@ -227,3 +227,14 @@ def test_fp32_and_fp64_choose_alike(world: World) -> None:
     b = prefill(single, State(single, 128), prompts, tap=traces[1])
     assert (a.logits.dtype, b.logits.dtype) == (torch.float64, torch.float32)
     torch.testing.assert_close(b.logits.double(), a.logits, rtol=1e-5, atol=2e-5)
+
+
+def test_traced_scores_hide_exactly_the_future(world: World) -> None:
+    model, trace = world(), Trace()
+    state = State(model, 128)
+    prefill(model, state, {0: ids(0, 12), 1: ids(1, 20)}, tap=trace)
+    positions = torch.cat([torch.arange(12), torch.arange(20)])
+    hidden = torch.arange(20) > positions[:, None]
+    for layer in range(3):
+        assert torch.equal(trace.values["index_score", layer] == -torch.inf, hidden)
+        assert torch.equal((trace.values["index_topk", layer] >= 0).sum(-1), (positions + 1).clamp_max(16))
