@@ -244,3 +244,13 @@ def test_bad_input_is_named() -> None:
         certify_topk(s, s, idx, idx.double())
     with pytest.raises(ValueError, match="groups"):
         certify_router(s, s, idx, idx, groups=3, kept=1, arith=FP)
+
+
+def test_group_sums_that_fp32_rounds_to_a_tie_may_fall_either_way() -> None:
+    """5 + (5 + 2^-21) is a tie between 10 and the next fp32 number: rounded to even, it equals 5 + 5."""
+    c = torch.tensor([[5.0, 5.0 + 2.0**-21, 5.0, 5.0]])
+    assert float(c[0, 0] + c[0, 1]) == float(c[0, 2] + c[0, 3])
+    none, ref, other = torch.zeros_like(c), torch.tensor([[0, 1]]), torch.tensor([[2, 3]])
+    assert certify_router(c, none, ref, other, groups=2, kept=1, arith=FP).passed
+    clear = torch.tensor([[5.0, 5.0 + 2.0**-18, 5.0, 5.0]])
+    assert not certify_router(clear, none, ref, other, groups=2, kept=1, arith=FP).passed

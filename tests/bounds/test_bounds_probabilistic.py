@@ -58,13 +58,13 @@ def test_dot_products_fail_no_more_often_than_delta(delta: float) -> None:
 
 @pytest.mark.parametrize("delta", DELTAS)
 def test_stored_weights_fail_no_more_often_than_delta(delta: float) -> None:
-    """P rounded to bf16 with random errors, 2048 equal weights: the errors add up in quadrature."""
+    """P rounded to bf16 with random errors, 512 equal weights: the errors add up in quadrature."""
     gen = generator(22)
-    v = torch.randn(2048, 1, generator=gen).double()
+    v = torch.randn(512, 1, generator=gen).double()
     unit = BF16.u / (1 + BF16.u)
-    bound = attend(exact(torch.zeros(1, 2048)), exact(v), Arithmetic(delta=delta), SoftmaxForm(p_format=BF16))[0]
-    signs = 2 * torch.randint(0, 2, (TRIALS, 2048), generator=gen, dtype=torch.int8).double() - 1
-    computed = ((1 + unit * signs) @ v / 2048).squeeze(1)
+    bound = attend(exact(torch.zeros(1, 512)), exact(v), Arithmetic(delta=delta), SoftmaxForm(p_format=BF16))[0]
+    signs = 2 * torch.randint(0, 2, (TRIALS, 512), generator=gen, dtype=torch.int8).double() - 1
+    computed = ((1 + unit * signs) @ v / 512).squeeze(1)
     failures = _failures(computed, bound.value.squeeze(), bound.err.squeeze())
     assert upper(failures, TRIALS) <= delta
     assert lower(_failures(computed, bound.value.squeeze(), bound.err.squeeze() / 2), TRIALS) > delta

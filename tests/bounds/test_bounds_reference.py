@@ -78,31 +78,31 @@ def test_simulated_bounds_are_far_tighter_than_ideal_ones(plain: LayerWeights) -
     assert like["index_key"] < 1e-2 * ideal["index_key"]
 
 
-def _judged(stage: str, computed: Tensor, w: LayerWeights, p: Precision, simulated: bool = False) -> float:
-    b = StageBounds(config=GOLDEN, precision=p, simulated=simulated)
-    return judge(computed, stages(w, b)[stage][1]).worst
-
-
 def test_faulty_stages_exceed_the_bounds(plain: LayerWeights) -> None:
     """In bf16, against the ideal reference: the gate needs no simulated rounding for these."""
     c, p = GOLDEN, BF16_ONLY
+    bounds = stages(plain, StageBounds(config=c, precision=p))
+
+    def used(stage: str, computed: Tensor) -> float:
+        return judge(computed, bounds[stage][1]).worst
+
     x, _, at = _drawn()
     table, stale = rope_table(c, at), rope_table(c, (at - 1).clamp_min(0))
-    assert _judged("latent", mla.latents(x, plain.attn, stale, c, p), plain, p) > 1
+    assert used("latent", mla.latents(x, plain.attn, stale, c, p)) > 1
     keys = indexer.index_keys(x, plain.indexer, stale, c, p)[0]
-    assert _judged("index_key", keys, plain, p) > 1
+    assert used("index_key", keys) > 1
     no_bias = dataclasses.replace(plain.indexer, k_norm_bias=torch.zeros_like(plain.indexer.k_norm_bias))
-    assert _judged("index_key", indexer.index_keys(x, no_bias, table, c, p)[0], plain, p) > 1
+    assert used("index_key", indexer.index_keys(x, no_bias, table, c, p)[0]) > 1
     assert isinstance(plain.ffn, moe.MoeWeights)
     logits = router.gate_logits(x, plain.ffn.gate)
-    assert _judged("gate_logits", logits.bfloat16().float(), plain, p) > 1
+    assert used("gate_logits", logits.bfloat16().float()) > 1
     chosen = router.choose_experts(logits, plain.ffn.gate.bias, c)
     biased = (logits.sigmoid() + plain.ffn.gate.bias).gather(1, chosen)
-    assert _judged("gate_w", biased / biased.sum(-1, keepdim=True) * 2.5, plain, p) > 1
+    assert used("gate_w", biased / biased.sum(-1, keepdim=True) * 2.5) > 1
     unshared = moe.mixture(
         x, chosen, router.expert_weights(logits, chosen, c), dataclasses.replace(plain.ffn, shared=None), p
     )
-    assert _judged("ffn_out", unshared, plain, p) > 1
+    assert used("ffn_out", unshared) > 1
 
 
 def test_choices_of_the_reference_are_certified(plain: LayerWeights) -> None:
