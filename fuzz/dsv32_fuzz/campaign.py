@@ -8,7 +8,7 @@ class (what is the smallest case that fails?), and the skip-rate table.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import msgspec
@@ -28,6 +28,8 @@ from dsv32_fuzz.events import (
     VerdictReached,
 )
 from dsv32_fuzz.explore import counterexample, explore
+from dsv32_fuzz.golden.components import ComponentReplay
+from dsv32_fuzz.golden.decodes import RunReplay, replay_decodes
 from dsv32_fuzz.golden.plans import DEFINED, UNDEFINED, replay_plans
 from dsv32_fuzz.skip_rate import SkipCount, explain_misses, skip_rate, skip_table
 from dsv32_fuzz.strategies import SCOPES
@@ -118,6 +120,33 @@ def plans_verdict(path: Path) -> Verdict:
     else:
         status, summary = Status.PASSED, told
     return Verdict(check="recorded_plans", status=status, summary=summary, measured={**counts})
+
+
+def decodes_verdict(folder: Path, progress: Callable[[str], None] | None = None) -> Verdict:
+    """The replay of a folder of recorded decodes, as a verdict; `progress` gets one line per run.
+
+    Raises:
+        ValueError: not such a folder.
+    """
+    replay = replay_decodes(folder, progress)
+    parts: list[RunReplay | ComponentReplay] = [*replay.runs, *replay.components]
+    wrong = [part for part in parts if not part.right]
+    counts = {
+        "runs": len(replay.runs),
+        "components": len(replay.components),
+        "values": sum(run.values for run in replay.runs),
+        "sets": sum(run.sets for run in replay.runs),
+        "certified_ties": sum(run.ties for run in replay.runs),
+        "wrong": len(wrong),
+    }
+    if wrong:
+        status, summary = Status.FAILED, str(wrong[0])
+    elif not parts:
+        status, summary = Status.MISTRUSTED, "the folder lists no run, so nothing was compared"
+    else:
+        status = Status.PASSED
+        summary = f"{len(replay.runs)} runs and {len(replay.components)} component vectors are as they should be"
+    return Verdict(check="recorded_decodes", status=status, summary=summary, measured={**counts})
 
 
 def search(target: Target, scope: str, profile: Profile, run_seed: int) -> Iterator[Event]:

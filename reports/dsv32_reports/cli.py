@@ -16,7 +16,7 @@ from rich.table import Table
 
 from dsv32_fast.options import PRESETS, describe, resolve
 from dsv32_fuzz.bench.plan import bench_plan
-from dsv32_fuzz.campaign import PROFILES, campaign, plans_verdict
+from dsv32_fuzz.campaign import PROFILES, campaign, decodes_verdict, plans_verdict
 from dsv32_fuzz.case import load_case
 from dsv32_fuzz.replay import replay_case
 from dsv32_fuzz.targets.intree import InTreeTarget
@@ -156,19 +156,53 @@ def replay(
 @app.command()
 @command
 def golden(
-    path: Annotated[Path, typer.Argument(help="A recording of plans (.json.gz).", show_default=False)],
+    path: Annotated[Path, typer.Argument(help="Recorded plans (.json.gz) or a folder of decodes.", show_default=False)],
     json: Json = False,
 ) -> int:
     """Hold recorded outputs of another implementation against ours.
 
+    A .json.gz file holds plans of AITER's planner; a folder with manifest.json and .npz files holds decodes, which are
+    replayed stage by stage against the reference. A run recorded with a defect (NEGATIVE_...) must disagree.
+
     Exit 0 if everything agrees, 1 with the first difference, 3 if everything was skipped, 2 for another kind of file.
     """
-    verdict = plans_verdict(path)
+    verdict = decodes_verdict(path, None if json else print) if path.is_dir() else plans_verdict(path)
     if json:
         print(msgspec.json.encode(verdict).decode())
     else:
         print(f"{verdict.status.value} {path}: {verdict.summary}")
     return EXIT_OF_STATUS[verdict.status]
+
+
+@bench.command("ref")
+@command
+def bench_ref_command(
+    repeats: Annotated[int, typer.Option(min=1, help="Timed steps of each side.")] = 5,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of both sides.")] = 1,
+    json: Json = False,
+) -> int:
+    """Decode speed of the reference beside transformers' DeepSeek-V3.2, on the same weights, in one run.
+
+    Needs the `oracle` extra and 2 GB of memory. The results are compared equal first.
+    """
+    try:
+        from dsv32_fuzz.bench.ref import bench_ref
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error.name} is not installed; install dsv32-validation[oracle]") from error
+    timings = bench_ref(repeats=repeats, threads=threads)
+    if json:
+        print(msgspec.json.encode(timings).decode())
+        return 0
+    table = Table(
+        "workload", "batch", "cached", "tokens/s", "ms", "transformers ms", "times faster", "over bare products"
+    )
+    for timing in timings:
+        over = "" if timing.over_matmul is None else f"{timing.over_matmul:.2f}"
+        milliseconds = (f"{1000 * timing.reference_s:.1f}", f"{1000 * timing.transformers_s:.1f}")
+        cells = (timing.name, str(timing.batch), str(timing.cached_tokens), f"{timing.tokens_per_s:.0f}")
+        table.add_row(*cells, *milliseconds, f"{timing.speedup:.1f}", over)
+    Console().print(table)
+    return 0
 
 
 @bench.command("plan")
