@@ -3,8 +3,8 @@
 Contract: as in `arith`. Shapes: a [..., m, n] and b [..., n, p] contract over n, x [..., n] and weight [o, n] as a
 linear layer. `depth` is the height of the summation tree (default: n, a bare loop over n products, which covers every
 order); give a smaller one only for an implementation whose tree is known, e.g. 7 for a 128-point butterfly.
-`roundings` counts further multiplicative roundings per term, e.g. scales applied to partial sums; such a scale is
-taken to be at most 1 or at most the largest operand (as block scales are).
+`roundings` counts further multiplicative roundings per term: scales applied to partial sums, each at most 1 or at most
+the largest operand (as block scales are).
 Source: Higham, Accuracy and Stability, section 3.1; Hallman and Ipsen, arXiv 2107.01604 (trees, martingales).
 """
 

@@ -142,6 +142,27 @@ def test_a_constant_in_the_query_may_underflow_there() -> None:
     assert judge(early, scores(exact(q), exact(k), 2.0**-10, FP)).passed
 
 
+def test_library_results_may_be_flushed() -> None:
+    x = exact(torch.tensor([-87.5]))
+    assert judge(torch.zeros(1), el.exp(x, FP)).worst > 1
+    assert judge(torch.zeros(1), el.exp(x, Arithmetic(ftz=True))).passed
+
+
+def test_a_sigmoid_whose_exponential_overflows_is_zero() -> None:
+    x = torch.tensor([-88.9])
+    got = 1 / (1 + (-x).exp())
+    assert float(got) == 0
+    assert judge(got, el.sigmoid(exact(x), FP)).passed
+
+
+def test_a_partial_sum_may_underflow_between_two_scales() -> None:
+    """1 * 2^-150 is a tie to 0, before the second scale, 2^10, can enlarge it."""
+    small, large = (torch.tensor([2.0**k], dtype=torch.float64) for k in (-150, 10))
+    lost = small.float() * large.float()
+    assert float(lost) == 0
+    assert judge(lost.sum(), linear.dot(exact(small), exact(large), FP, roundings=2)).passed
+
+
 def test_truncating_accumulation_needs_its_own_unit() -> None:
     """1, then addends just under an ulp: truncation loses all of them."""
     n = 512

@@ -247,8 +247,8 @@ def test_bad_input_is_named() -> None:
 
 
 def test_group_sums_that_fp32_rounds_to_a_tie_may_fall_either_way() -> None:
-    """5 + (5 + 2^-21) is a tie between 10 and the next fp32 number: rounded to even, it equals 5 + 5."""
-    c = torch.tensor([[5.0, 5.0 + 2.0**-21, 5.0, 5.0]])
+    """10 + 2.5 ulp and 10 + 1.5 ulp both round to 10 + 2 ulp (even): one rounding on either side."""
+    c = torch.tensor([[5.0, 5.0 + 5 * 2.0**-21, 5.0, 5.0 + 3 * 2.0**-21]])
     assert float(c[0, 0] + c[0, 1]) == float(c[0, 2] + c[0, 3])
     none, ref, other = torch.zeros_like(c), torch.tensor([[0, 1]]), torch.tensor([[2, 3]])
     assert certify_router(c, none, ref, other, groups=2, kept=1, arith=FP).passed

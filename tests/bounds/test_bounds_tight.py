@@ -152,8 +152,8 @@ def case_rms_norm() -> Case:
 
 def case_rms_norm_input_error() -> Case:
     """An error as large as the row: one element may double while all others vanish."""
-    bound = norm.rms_norm(approx(torch.full((8,), 1e-3), 1e-3), exact(torch.ones(8)), 1e-6, FP)
-    alone = 2e-3 / (4e-6 / 8 + 1e-6) ** 0.5
+    bound = norm.rms_norm(approx(torch.full((64,), 1e-3), 1e-3), exact(torch.ones(64)), 1e-6, FP)
+    alone = 2e-3 / (4e-6 / 64 + 1e-6) ** 0.5
     return torch.tensor([alone]), bound.map(slice(0, 1))
 
 
@@ -248,6 +248,20 @@ def case_round_bf16() -> Case:
 def case_round_like() -> Case:
     x = torch.full((1,), 1 + 2.0**-8)
     return nudge(x, 3).bfloat16(), round_like(approx(x, 1e-6), BF16)
+
+
+def case_round_like_down() -> Case:
+    x = torch.full((1,), 1 + 2.0**-8 + 1e-7)
+    return nudge(x, 3, up=False).bfloat16(), round_like(approx(x, 1e-6), BF16)
+
+
+def case_mul_both_errors() -> Case:
+    zero = approx(torch.zeros(1), 1.0)
+    return torch.ones(1), el.mul(zero, zero, FP)
+
+
+def case_div_denominator() -> Case:
+    return torch.full((1,), 2.0), el.div(exact(torch.ones(1)), approx(torch.ones(1), 0.5), FP)
 
 
 def case_flush() -> Case:
