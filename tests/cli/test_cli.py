@@ -251,6 +251,20 @@ def test_an_interrupt_keeps_what_was_found(tmp_path: Path, sent: signal.Signals)
     assert document["findings"]
 
 
+def test_golden_replays_a_folder_of_decodes(tmp_path: Path) -> None:
+    decodes = Path(__file__).parents[2] / "fuzz" / "dsv32_fuzz" / "data" / "decodes"
+    text = dsv32("golden", str(decodes), cwd=tmp_path, code=0).stdout
+    assert "NEGATIVE_sep30rope_fp32_seed0: differs first at step 0, layer 0 index_topk, request 0" in text
+    assert "manifest.json" in dsv32("golden", str(tmp_path), cwd=tmp_path, code=2).stderr
+
+
+def test_bounds_print_the_budget_of_every_stage(tmp_path: Path) -> None:
+    rows = json.loads(dsv32("bounds", "--json", cwd=tmp_path, code=0).stdout)
+    assert {"attn_in", "attn_out", "index_score", "gate_logits", "ffn_out"} <= {row["stage"] for row in rows}
+    assert all(row["elements"] > 0 and 0 < row["worst"] <= 1 for row in rows)
+    assert "choose one of fp32" in dsv32("bounds", "--precision", "x", cwd=tmp_path, code=2).stderr
+
+
 def test_golden_counts_and_exit_codes(tmp_path: Path) -> None:
     plans = Path(__file__).parents[2] / "fuzz" / "dsv32_fuzz" / "data" / "plans"
     done = dsv32("golden", str(plans / "aiter_e404860_v1.json.gz"), "--json", cwd=tmp_path, code=0)
