@@ -4,14 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS ?= dev,oracle
 
-# Where the interpreter already has a ROCm torch, .venv sees it and nothing pins torch; elsewhere the CPU torch is pinned.
-HAS_ROCM_TORCH := $(shell $(PYTHON) -c "import torch; print(1 if torch.version.hip else '')" 2>/dev/null)
-ifeq ($(HAS_ROCM_TORCH),1)
+# Where the interpreter already has a ROCm torch, .venv sees its packages and nothing pins torch; elsewhere the CPU torch
+# is pinned. If that interpreter is itself a virtual environment, its packages are added by name: venv does not nest.
+ROCM_SITE := $(shell $(PYTHON) -c "import os, torch; \
+  print(os.path.dirname(os.path.dirname(torch.__file__)) if torch.version.hip else '')" 2>/dev/null)
+ifneq ($(ROCM_SITE),)
 VENV_FLAGS := --system-site-packages
 CONSTRAINTS :=
+ADD_SITE = echo "import site; site.addsitedir('$(ROCM_SITE)')" > "$$(echo $(VENV)/lib/python3*/site-packages)/rocm_torch.pth"
 else
 VENV_FLAGS :=
 CONSTRAINTS := -c constraints.txt
+ADD_SITE = true
 endif
 
 .PHONY: signoff test lint nightly evidence clean
@@ -35,6 +39,7 @@ evidence: $(VENV)/ready
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+	@$(ADD_SITE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) -e ".[$(EXTRAS)]"
 	@touch $@
 
