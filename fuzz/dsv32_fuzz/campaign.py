@@ -7,6 +7,8 @@ class (what is the smallest case that fails?), and the skip-rate table.
 
 from __future__ import annotations
 
+import itertools
+import random
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from dsv32_fuzz.case import Case, Dims
 from dsv32_fuzz.checks import Check, merge, run_case
 from dsv32_fuzz.checks.exhaustive import WORLDS_ANY_Q, WORLDS_Q1, prove_key
 from dsv32_fuzz.checks.hygiene import BufferHygiene
+from dsv32_fuzz.checks.metadata import StepMetadata
 from dsv32_fuzz.checks.planner import CacheTransparency, KeySufficiency, PlanCoverage, PlannerInputCheck
 from dsv32_fuzz.events import (
     Event,
@@ -32,13 +35,20 @@ from dsv32_fuzz.golden.components import ComponentReplay
 from dsv32_fuzz.golden.decodes import RunReplay, replay_decodes
 from dsv32_fuzz.golden.plans import DEFINED, UNDEFINED, replay_plans
 from dsv32_fuzz.skip_rate import SkipCount, explain_misses, skip_rate, skip_table
-from dsv32_fuzz.strategies import SCOPES
+from dsv32_fuzz.strategies import SCOPES, WORLDS, World
 from dsv32_fuzz.targets import Target
 from dsv32_fuzz.targets.intree import InTreeTarget
-from dsv32_fuzz.verdict import Status, Verdict
+from dsv32_fuzz.verdict import Status, Verdict, worst
 from dsv32_fuzz.workload import PR42982_WORKLOAD, Workload, steps
 
-CHECKS: tuple[type[Check], ...] = (PlannerInputCheck, KeySufficiency, CacheTransparency, PlanCoverage, BufferHygiene)
+CHECKS: tuple[type[Check], ...] = (
+    PlannerInputCheck,
+    KeySufficiency,
+    CacheTransparency,
+    PlanCoverage,
+    StepMetadata,
+    BufferHygiene,
+)
 CHECKS_BY_NAME: dict[str, type[Check]] = {check.name: check for check in CHECKS}
 
 
@@ -55,27 +65,36 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 PROFILES: dict[str, Profile] = {
-    "ci": Profile(workload_seconds=5, fuzz_seconds=1, fuzz_examples=200, table_requests=(128,)),
-    "signoff": Profile(workload_seconds=45, fuzz_seconds=14, fuzz_examples=200, table_requests=(640, 128)),
-    "nightly": Profile(workload_seconds=600, fuzz_seconds=300, fuzz_examples=200, table_requests=(640, 128)),
+    "ci": Profile(workload_seconds=3, fuzz_seconds=1, fuzz_examples=100, table_requests=(128,)),
+    "signoff": Profile(workload_seconds=45, fuzz_seconds=14, fuzz_examples=100, table_requests=(640, 128)),
+    "nightly": Profile(workload_seconds=600, fuzz_seconds=300, fuzz_examples=100, table_requests=(640, 128)),
 }
 
 SHORT_INPUT = 1000
 
 
-def sequence_workload(number: int) -> Workload:
-    """The workload of sequence `number`: the PR's own, varied along the axes that change the metadata's shape."""
-    concurrency = (64, 64, 16, 64, 1)[number % 5]
-    return msgspec.structs.replace(
+OWN_WORKLOAD = msgspec.structs.replace(PR42982_WORKLOAD, num_requests=128)
+"""The PR's own, of about as many steps as its trace; exact lengths leave nothing to a seed, so it is no trial."""
+
+
+def trial_workload(run_seed: int, number: int) -> tuple[Workload, int, World]:
+    """The workload of trial `number`, its seed and its world: the PR's own with every axis drawn, lengths never equal.
+
+    Trials are independent draws from one distribution, as the quoted bound assumes.
+    """
+    rng = random.Random(f"{run_seed}/{number}")
+    concurrency = rng.choice((64, 64, 64, 16, 1))
+    workload = msgspec.structs.replace(
         PR42982_WORKLOAD,
-        num_requests=concurrency + concurrency // 2,
-        length_spread=(0.0, 0.1)[number % 2],
-        max_num_batched_tokens=(8192, 2048, 4096)[number % 3],
+        num_requests=concurrency + concurrency // 2 + 1,
+        length_spread=rng.choice((0.02, 0.1)),
+        max_num_batched_tokens=rng.choice((2048, 4096, 8192)),
         concurrency=concurrency,
-        mtp_depth=(0, 0, 0, 1, 3)[(number // 2) % 5],
-        preempt_rate=(0.0, 0.002)[(number // 3) % 2],
-        output_len=(500, 100, 50, 100)[number % 4],
+        mtp_depth=rng.choice((0, 0, 1, 3)),
+        preempt_rate=rng.choice((0.0, 0.002)),
+        output_len=rng.choice((50, 100, 100, 500)),
     )
+    return workload, rng.getrandbits(32), rng.choice(WORLDS)
 
 
 def campaign(target: Target, profile: Profile, *, run_seed: int) -> Generator[Event, None, None]:
@@ -208,24 +227,22 @@ def proof(target: Target) -> Iterator[Event]:
 
 
 def workload_runs(target: Target, seconds: float, run_seed: int) -> Iterator[Event]:
-    """Whole serving runs, each from its own seed, checked step by step until the time is up; at least one."""
+    """Whole serving runs, checked step by step: the PR's own, then independent trials until the time is up.
+
+    A run in which some check tested nothing is no trial: it could not have failed.
+    """
     phase = "workload"
     yield PhaseStarted(phase=phase, title="check whole serving runs of the PR's workload", seconds=seconds)
     totals: dict[str, Verdict] = {}
     told: set[str] = set()  # checks that a counterexample was already shown for
-    started, number, failed, batches = time.monotonic(), 0, 0, 0
-    while number == 0 or time.monotonic() < started + seconds:
-        workload = sequence_workload(number)
-        sequence = [scheduled.batch for scheduled in steps(workload, run_seed + number)]
-        case = Case(
-            check="",
-            scope=phase,
-            target=target.name,
-            options=target.options,
-            dims=Dims(max_num_batched_tokens=workload.max_num_batched_tokens),
-            steps=tuple(sequence),
-            note=f"workload sequence {number} of seed {run_seed}",
-        )
+    started, trials, failed, batches = time.monotonic(), 0, 0, 0
+    for number in itertools.count(-1):
+        if trials and time.monotonic() >= started + seconds:
+            break
+        if number < 0:
+            case = _serving_case(target, OWN_WORKLOAD, run_seed, WORLDS[0])
+        else:
+            case = _serving_case(target, *trial_workload(run_seed, number))
         verdicts = run_case(case, target, CHECKS)
         for verdict in verdicts:
             if verdict.status is Status.FAILED and verdict.check not in told:
@@ -233,19 +250,33 @@ def workload_runs(target: Target, seconds: float, run_seed: int) -> Iterator[Eve
                 told |= {other.check for other in found.verdicts if other.status is Status.FAILED}
                 yield found
             totals[verdict.check] = merge([totals[verdict.check], verdict]) if verdict.check in totals else verdict
-        number, batches = number + 1, batches + len(sequence)
-        failed += any(verdict.status is Status.FAILED for verdict in verdicts)
+        status = worst([verdict.status for verdict in verdicts])
+        batches += len(case.steps)
+        trials += number >= 0 and status is not Status.MISTRUSTED
+        failed += number >= 0 and status is Status.FAILED
         done = min(1.0, (time.monotonic() - started) / seconds) if seconds else 1.0
-        yield Progress(phase=phase, done=done, text=f"{number} sequences, {batches} step batches, {failed} failed")
+        yield Progress(phase=phase, done=done, text=f"{trials} trials, {batches} step batches, {failed} failed")
     for verdict in totals.values():
         yield VerdictReached(phase=phase, scope=phase, verdict=verdict)
-    yield SequencesChecked(sequences=number, failed=failed, step_batches=batches)
+    yield SequencesChecked(sequences=trials, failed=failed, step_batches=batches)
+
+
+def _serving_case(target: Target, workload: Workload, seed: int, world: World) -> Case:
+    return Case(
+        check="",
+        scope="workload",
+        target=target.name,
+        options=target.options,
+        dims=Dims(max_num_batched_tokens=workload.max_num_batched_tokens, num_heads=world[0], kv_dtype=world[1]),
+        steps=tuple(scheduled.batch for scheduled in steps(workload, seed) if scheduled.batch.num_tokens),
+        note=f"serving run of seed {seed}: {msgspec.json.encode(workload).decode()}",
+    )
 
 
 def _window(case: Case, target: Target, verdict: Verdict) -> Case:
     """The shortest end of the run up to the first violation that still fails, most often two steps."""
     check = CHECKS_BY_NAME[verdict.check]
-    last = int(verdict.measured["first_violation_step"])
+    last = verdict.step
     length = 2
     while length <= last:
         window = msgspec.structs.replace(case, check=check.name, steps=case.steps[last + 1 - length : last + 1])

@@ -14,6 +14,7 @@ from dsv32_fast.options import Options
 
 MAX_CASE_BYTES = 64 * 1024 * 1024
 MAX_ROWS = 1 << 20
+MAX_INDICES = 1 << 28
 
 
 class Dims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,8 +40,8 @@ class Dims(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         ):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be in {low}..{high}")
-        if self.max_num_batched_tokens * self.topk >= 2**31:
-            raise ValueError("max_num_batched_tokens * topk exceeds the int32 range of kv_indices")
+        if self.max_num_batched_tokens * self.topk > MAX_INDICES:
+            raise ValueError(f"max_num_batched_tokens * topk is above {MAX_INDICES}, 1 GiB of indices")
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,6 +73,8 @@ def load_case(path: Path) -> Case:
         ValueError: not a case; the message is one line that names the file, the place and the remedy.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("no regular file")
         if path.stat().st_size > MAX_CASE_BYTES:
             raise ValueError(f"larger than {MAX_CASE_BYTES} bytes")
         return msgspec.json.decode(path.read_bytes(), type=Case)

@@ -14,7 +14,7 @@ from dsv32_fuzz.case import Case
 from dsv32_fuzz.checks import Check, merge, run_case
 from dsv32_fuzz.events import CounterexampleFound, Event, Progress, VerdictReached
 from dsv32_fuzz.shrink import reduce_steps
-from dsv32_fuzz.strategies import SCOPES, Steps, dims_for
+from dsv32_fuzz.strategies import SCOPES, Steps, World, dims_for, worlds
 from dsv32_fuzz.targets import Target
 from dsv32_fuzz.verdict import Status, Verdict
 
@@ -38,20 +38,21 @@ class _Round:
     """Examples that are tried whatever the time."""
     totals: dict[str, Verdict] = field(default_factory=dict)
     failing: str = ""
-    smallest: Steps = ()
+    smallest: Case | None = None
     executed: int = 0
-    _outcomes: dict[Steps, str] = field(default_factory=dict)
+    _outcomes: dict[Case, str] = field(default_factory=dict)
 
-    def test(self, steps: Steps) -> None:
-        """The property: no check fails on `steps`. Fails for one check only, so that shrinking stays on one cause."""
+    def test(self, steps: Steps, world: World) -> None:
+        """The property: no check fails. Fails for one check only, so that shrinking stays on one cause."""
+        case = case_of(self.target, self.scope, self.failing, steps, world)
         if self.failing:
-            self._shrink(steps)
+            self._shrink(case)
         elif self.executed < self.at_least or time.monotonic() < self.deadline:
-            self._try(steps)
+            self._try(case)
 
-    def _try(self, steps: Steps) -> None:
+    def _try(self, case: Case) -> None:
         self.executed += 1
-        verdicts = run_case(case_of(self.target, self.scope, "", steps), self.target, self.checks)
+        verdicts = run_case(case, self.target, self.checks)
         for verdict in verdicts:
             known = self.totals.get(verdict.check)
             self.totals[verdict.check] = merge([known, verdict]) if known else verdict
@@ -59,29 +60,31 @@ class _Round:
         if failed:
             self.failing = failed.check
             self.deadline = time.monotonic() + SHRINK_SECONDS
-            self._outcomes[steps] = failed.summary
-            self._fail(steps)
+            case = msgspec.structs.replace(case, check=failed.check)
+            self._outcomes[case] = failed.summary
+            self._fail(case)
 
-    def _shrink(self, steps: Steps) -> None:
-        if steps not in self._outcomes:
+    def _shrink(self, case: Case) -> None:
+        if case not in self._outcomes:
             # Past the deadline nothing new is tried, but a known failure must go on failing, else it would look flaky.
-            self._outcomes[steps] = self._run_failing(steps) if time.monotonic() < self.deadline else ""
-        if self._outcomes[steps]:
-            self._fail(steps)
+            self._outcomes[case] = self._run_failing(case) if time.monotonic() < self.deadline else ""
+        if self._outcomes[case]:
+            self._fail(case)
 
-    def _run_failing(self, steps: Steps) -> str:
+    def _run_failing(self, case: Case) -> str:
         checks = [check for check in self.checks if check.name == self.failing]
-        (verdict,) = run_case(case_of(self.target, self.scope, self.failing, steps), self.target, checks)
+        (verdict,) = run_case(case, self.target, checks)
         return verdict.summary if verdict.status is Status.FAILED else ""
 
-    def _fail(self, steps: Steps) -> None:
-        self.smallest = steps
-        raise _FalsifiedError(self._outcomes[steps])
+    def _fail(self, case: Case) -> None:
+        self.smallest = case
+        raise _FalsifiedError(self._outcomes[case])
 
 
-def case_of(target: Target, scope: str, check: str, steps: Steps) -> Case:
+def case_of(target: Target, scope: str, check: str, steps: Steps, world: World) -> Case:
     """The replayable case of a step sequence at the true constants."""
-    return Case(check=check, scope=scope, target=target.name, options=target.options, dims=dims_for(steps), steps=steps)
+    dims = dims_for(steps, world)
+    return Case(check=check, scope=scope, target=target.name, options=target.options, dims=dims, steps=steps)
 
 
 def counterexample(case: Case, target: Target, checks: Sequence[type[Check]]) -> CounterexampleFound:
@@ -119,8 +122,8 @@ def explore(
         executed += current.executed
         for name, verdict in current.totals.items():
             totals[name] = merge([totals[name], verdict]) if name in totals else verdict
-        if current.failing:
-            yield counterexample(case_of(target, scope, current.failing, current.smallest), target, checks)
+        if current.smallest is not None:
+            yield counterexample(current.smallest, target, checks)
             active = [check for check in active if totals[check.name].status is not Status.FAILED]
         done = min((time.monotonic() - started) / seconds, executed / examples if examples else 1.0, 1.0)
         yield Progress(phase=phase, done=done, text=f"{executed} step sequences")
@@ -141,9 +144,9 @@ def _run_round(current: _Round, number: int) -> None:
         suppress_health_check=list(HealthCheck),
         verbosity=Verbosity.quiet,
     )
-    @given(SCOPES[current.scope]())
-    def falsify(steps: Steps) -> None:
-        current.test(steps)
+    @given(SCOPES[current.scope](), worlds())
+    def falsify(steps: Steps, world: World) -> None:
+        current.test(steps, world)
 
     with suppress(_FalsifiedError):
         falsify()

@@ -21,9 +21,11 @@ def replay_case(case: Case, options: Options | None = None) -> tuple[Verdict, st
     """
     if case.check not in CHECKS_BY_NAME:
         raise ValueError(f"the case names the unknown check {case.check!r}; known are {', '.join(CHECKS_BY_NAME)}")
+    if options is None and case.target != "in-tree":
+        raise ValueError(f"the case is for target {case.target}; give --options to run it on the in-tree path")
     used = options or case.options
     if used is None:
-        raise ValueError(f"the case is for target {case.target}, without options of the in-tree path; give --options")
+        raise ValueError("the case has no options of the in-tree path; give --options")
     verdicts = {verdict.check: verdict for verdict in run_case(case, InTreeTarget(used), CHECKS)}
     own = verdicts[case.check]
     other = next((verdict for verdict in verdicts.values() if verdict.status is Status.FAILED), own)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Literal
 
 from hypothesis import strategies as st
 
@@ -32,6 +33,12 @@ def graph_padding(rows: int, multiple: int = 1) -> int:
     return next((size for size in CAPTURED_SIZES if size >= rows and size % multiple == 0), rows)
 
 
+def _uniform(q: int, seqs: tuple[int, ...], rows: int, bound: int = 0) -> StepBatch:
+    """A step of equal query lengths; as in vLLM, padding rows are those of padding requests without a token."""
+    padding = (0,) * (rows // q - len(seqs))
+    return StepBatch(query_lens=(q,) * len(seqs) + padding, seq_lens=seqs + padding, num_tokens=rows, max_seq_len=bound)
+
+
 @cache
 def context_lens(topk: int) -> st.SearchStrategy[int]:
     """Context lengths in tokens: small ones, a granule's edges, around topk, and long ones."""
@@ -40,7 +47,7 @@ def context_lens(topk: int) -> st.SearchStrategy[int]:
         sampled_from((15, 16, 17, 127, 128, 1024)),
         st.builds(lambda edge, before: edge - before, sampled_from(SPLIT_CAP_EDGES), integers(0, 15)),
         integers(-12, 12).map(lambda d: max(0, topk + d)),
-        integers(topk, 8 * topk),
+        integers(topk, MAX_MODEL_LEN - 16384),
     )
 
 
@@ -57,13 +64,13 @@ def _mtp_context_lens(topk: int, q: int, around: int) -> st.SearchStrategy[int]:
 def decode_steps(draw: st.DrawFn, topk: int = 2048) -> Steps:
     """Pure decode, q = 1 throughout: lengths grow by one, requests finish and new ones join, rows are graph-padded."""
     seqs = draw(st.lists(context_lens(topk).map(lambda c: c + 1), min_size=1, max_size=4))
-    copies = draw(sampled_from((1, 1, 2, 16, 64)))
+    copies = draw(sampled_from((1, 1, 2, 16, 64, 128)))
     padded = draw(booleans())
     steps: list[StepBatch] = []
     for _ in range(draw(integers(2, MAX_STEPS))):
-        live = [s for s in seqs for _ in range(copies)]
+        live = tuple(s for s in seqs for _ in range(copies))
         rows = graph_padding(len(live)) if padded else len(live)
-        steps.append(StepBatch(query_lens=(1,) * len(live), seq_lens=tuple(live), num_tokens=rows))
+        steps.append(_uniform(1, live, rows))
         seqs = [s + 1 for s in seqs]
         match draw(sampled_from(("go on", "go on", "finish", "join", "replace", "reorder", "repeat"))):
             case "finish" if len(seqs) > 1:
@@ -100,8 +107,8 @@ def mtp_decode_steps(draw: st.DrawFn, topk: int = 2048) -> Steps:
     for _ in range(draw(integers(2, MAX_STEPS))):
         seqs = tuple(c + q for c in contexts for _ in range(copies))
         bound = max(seqs) + rejected if optimistic else 0
-        rows = graph_padding(q * len(seqs), q) if padded else 0
-        steps.append(StepBatch(query_lens=(q,) * len(seqs), seq_lens=seqs, num_tokens=rows, max_seq_len=bound))
+        rows = graph_padding(q * len(seqs), q) if padded else q * len(seqs)
+        steps.append(_uniform(q, seqs, rows, bound))
         change = draw(sampled_from(changes))
         if change == "same lengths":
             rejected = 0
@@ -215,8 +222,11 @@ def mixed_steps(draw: st.DrawFn, topk: int = 2048, budget: int = 8192) -> Steps:
 
     steps = [fresh()]
     for _ in range(draw(integers(1, MAX_STEPS))):
-        kind = draw(integers(0, len(_NEIGHBOURS) + 1))
-        steps.append(fresh() if kind >= len(_NEIGHBOURS) else _NEIGHBOURS[kind](draw, steps[-1], topk))
+        kind = draw(integers(0, len(_NEIGHBOURS) + 2))
+        if kind < len(_NEIGHBOURS):
+            steps.append(_NEIGHBOURS[kind](draw, steps[-1], topk))
+        else:  # the step before last comes back: a capture or an idle build must not have left its plan behind
+            steps.append(steps[-2] if kind == len(_NEIGHBOURS) and len(steps) > 1 else fresh())
     return tuple(steps)
 
 
@@ -228,7 +238,26 @@ SCOPES: dict[str, Callable[[], st.SearchStrategy[Steps]]] = {
 }
 
 
-def dims_for(steps: Steps) -> Dims:
+World = tuple[int, Literal["bf16", "fp8"]]
+"""Attention heads on the rank, and the type of the KV cache: the first one is the PR's own (TP 4)."""
+WORLDS: tuple[World, ...] = (
+    (32, "bf16"),
+    (16, "bf16"),
+    (32, "fp8"),
+    (128, "fp8"),
+    (8, "bf16"),
+    (64, "bf16"),
+    (128, "bf16"),
+)
+
+
+def worlds() -> st.SearchStrategy[World]:
+    """Any world, simplest first."""
+    return sampled_from(WORLDS)
+
+
+def dims_for(steps: Steps, world: World = WORLDS[0]) -> Dims:
     """The true constants, with buffers for the largest step: a power of two of rows, so shrinking stays stable."""
     rows = max((step.num_tokens for step in steps), default=1)
-    return Dims(max_num_batched_tokens=max(64, 1 << (rows - 1).bit_length()) if rows else 64)
+    capacity = max(64, 1 << (rows - 1).bit_length()) if rows else 64
+    return Dims(max_num_batched_tokens=capacity, num_heads=world[0], kv_dtype=world[1])

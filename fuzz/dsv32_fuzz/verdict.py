@@ -34,3 +34,5 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """One line that a person understands without the source; for FAILED, the first violation."""
     measured: dict[str, float | int | str] = {}
     """Numbers, by name; integers are counts and add up when verdicts are merged."""
+    step: int = -1
+    """Step of the first violation in the case that failed, -1 if there is none."""

@@ -30,6 +30,7 @@ from dsv32_reports.terminal import ProgressListener, print_report
 
 P = ParamSpec("P")
 
+MAX_BENCH_ROWS = 65536
 EXIT_OF_STATUS = {Status.PASSED: 0, Status.FAILED: 1, Status.MISTRUSTED: 3, Status.SKIPPED: 3}
 
 HELP = """Decide whether an optimised DeepSeek-V3.2 decode path on AMD MI355X may be deployed.
@@ -243,9 +244,12 @@ def bench_plan_command(
 
     2048 keys per row, 256 compute units, one thread. Both plans are compared equal after every repetition.
     """
-    if not all(part.strip().isdecimal() for part in rows.split(",")):
-        raise ValueError(f"--rows is {rows!r}; write batch sizes separated by commas, like 1,64,512")
-    rates = bench_plan(tuple(int(part) for part in rows.split(",")), seconds)
+    sizes = [int(part) if part.strip().isdecimal() else 0 for part in rows.split(",")]
+    if not all(1 <= size <= MAX_BENCH_ROWS for size in sizes):
+        raise ValueError(
+            f"--rows is {rows!r}; write sizes from 1 to {MAX_BENCH_ROWS} separated by commas, like 1,64,512"
+        )
+    rates = bench_plan(tuple(sizes), seconds)
     if json:
         print(msgspec.json.encode(rates).decode())
         return 0

@@ -11,6 +11,13 @@ from dsv32_fuzz.events import VerdictReached
 from dsv32_fuzz.verdict import Status, worst
 from dsv32_reports.model import Gate, Outcome, ScopeLine, Traffic
 
+EVERYWHERE = ("workload", "decode", "mtp_decode", "chunked_prefill", "mixed")
+REQUIRED: dict[str, tuple[str, ...]] = {
+    "recorded_plans": ("aiter_e404860_v1", "aiter_e404860_undefined"),
+    "key_exhaustive": ("decode", "any_query_length"),
+}
+"""Where a check must have run; every other check everywhere. What is missing is MISTRUSTED, so it is never a GO."""
+
 GATES: dict[str, tuple[str, str, frozenset[str]]] = {
     "planner": (
         "Emulated planner",
@@ -37,6 +44,11 @@ GATES: dict[str, tuple[str, str, frozenset[str]]] = {
         "the work items in the buffers cover every row's KV range exactly once",
         frozenset({"plan_coverage"}),
     ),
+    "metadata": (
+        "Step metadata",
+        "the attention layers receive the step's rows, at addresses that a captured graph can rely on",
+        frozenset({"step_metadata"}),
+    ),
     "hygiene": (
         "Buffer hygiene",
         "nothing stale lies past the extent of a step, so a padded or replayed row reads zeros",
@@ -46,7 +58,7 @@ GATES: dict[str, tuple[str, str, frozenset[str]]] = {
 
 NOT_JUDGED = (
     "bf16 router precision: expert choices are not checked yet, so neither bf16 logits nor bf16 bias is judged",
-    "attention numerics: the decode kernels do not run yet; plans are judged, attention outputs are not",
+    "attention numerics: plans are judged, attention outputs are not",
     "latency: nothing is timed; the claimed 41.522 to 40.234 ms per step is neither confirmed nor refuted",
     "hardware: no MI355X was used; every kernel is an emulation on the CPU",
 )
@@ -79,6 +91,13 @@ def _gate(name: str, reached: Sequence[VerdictReached]) -> Gate:
         )
         for event in reached
         if event.verdict.check in checks
+    ]
+    ran = {(event.verdict.check, event.scope) for event in reached}
+    lines += [
+        ScopeLine(scope=SCOPE_TITLES[scope], status=Status.MISTRUSTED, summary=f"{check} did not run", measured={})
+        for check in sorted(checks)
+        for scope in REQUIRED.get(check, EVERYWHERE)
+        if (check, scope) not in ran
     ]
     status = worst([line.status for line in lines])
     return Gate(name=name, title=title, status=status, meaning=meaning, lines=lines)

@@ -58,6 +58,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     scope: str
     summary: str
     classification: str
+    also_fails: list[str]
+    """Other checks that fail on the same case."""
     steps: list[str]
     file: str
     command: str

@@ -116,6 +116,7 @@ def _save(found: CounterexampleFound, folder: Path) -> Finding:
         scope=case.scope,
         summary=found.summary,
         classification=classify(found),
+        also_fails=[v.check for v in found.verdicts if v.status is Status.FAILED and v.check != case.check],
         steps=[show_step(step) for step in case.steps[:8]],
         file=str(path.relative_to(folder)),
         command=f"dsv32 replay {shlex.quote(str(path))}",

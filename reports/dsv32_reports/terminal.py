@@ -117,6 +117,8 @@ def _print_gate(gate: Gate, console: Console) -> None:
 def _print_finding(finding: Finding, console: Console) -> None:
     _say(console, f"\nCounterexample for {finding.check}, {finding.scope}: {finding.summary}")
     _say(console, f"  {finding.classification}")
+    if finding.also_fails:
+        _say(console, f"  also fails: {', '.join(finding.also_fails)}")
     for i, step in enumerate(finding.steps):
         _say(console, f"  step {i}: {step}")
     _say(console, f"  {finding.command}")
@@ -126,7 +128,7 @@ def _skip_table(report: Report) -> Table:
     rows = report.tables["skip_rate"]
     title = f"Plan rebuilds skipped, {rows[0]['input_len']} in / 500 out / 64, {rows[0]['arrivals']} (claimed: 94 %)"
     table = Table(title=title, title_justify="left")
-    for name in ("requests", "spread", "budget", "steps", "skipped", "in decode", "rightful", "wrongful"):
+    for name in ("served", "spread", "budget", "steps", "skipped", "in decode", "right", "wrong"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ import torch
 from dsv32_fast.batch import StepBatch
 from dsv32_fast.metadata import MetadataBuilder, SparseMlaMetadata
 from dsv32_fast.options import PRESETS, resolve
+from dsv32_fast.plan import PlanBuffers
 from dsv32_fuzz.campaign import CHECKS, CHECKS_BY_NAME
 from dsv32_fuzz.case import Case, Dims
 from dsv32_fuzz.checks import merge, run_case
@@ -148,6 +150,71 @@ class IndptrTailZero(MetadataBuilder):
         return metadata
 
 
+class ReturnsWrongViews(MetadataBuilder):
+    """The buffers are right, what the layers receive is not."""
+
+    def build(self, step: StepBatch) -> SparseMlaMetadata:
+        metadata = super().build(step)
+        return replace(metadata, paged_kv_indptr_T1=metadata.paged_kv_indptr_T1[:-1], max_query_len=99)
+
+
+class ReturnsTheFirstMetadata(MetadataBuilder):
+    """An idle rank goes on with the last batch's metadata (sglang #15227)."""
+
+    first: SparseMlaMetadata | None = None
+
+    def build(self, step: StepBatch) -> SparseMlaMetadata:
+        metadata = super().build(step)
+        self.first = self.first or metadata
+        return self.first
+
+
+class IndptrLeftOnAHit(MetadataBuilder):
+    """The rows' pointers are not rewritten where the plan is reused."""
+
+    def build(self, step: StepBatch) -> SparseMlaMetadata:
+        launches = self.counts.plan_launches
+        metadata = super().build(step)
+        if self.counts.plan_launches == launches:
+            metadata.paged_kv_indptr_T1[1:-1] = 0
+        return metadata
+
+
+class ReallocatesThePlan(MetadataBuilder):
+    """New plan buffers at each launch: a captured graph keeps reading the old ones."""
+
+    def _launch(self, step: StepBatch, metadata: SparseMlaMetadata) -> None:
+        self.plan = PlanBuffers(*(torch.empty_like(buffer) for buffer in self.plan))
+        super()._launch(step, replace(metadata, plan=self.plan))
+
+    def build(self, step: StepBatch) -> SparseMlaMetadata:
+        return replace(super().build(step), plan=self.plan)
+
+
+class PointersToNowhere(MetadataBuilder):
+    """work_metadata_ptrs does not point at the plan."""
+
+    def build(self, step: StepBatch) -> SparseMlaMetadata:
+        metadata = super().build(step)
+        self.plan.work_metadata_ptrs.view(torch.int64).fill_(64)
+        return metadata
+
+
+class LastPageEmpty(MetadataBuilder):
+    """The planner gets pages without a token."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.paged_kv_last_page_len_N.zero_()
+
+
+class RaisesAtStart(MetadataBuilder):
+    """Never comes up."""
+
+    def __post_init__(self) -> None:
+        raise SystemExit("no device")
+
+
 class Crashes(MetadataBuilder):
     """Raises on the third step."""
 
@@ -171,6 +238,13 @@ class Crashes(MetadataBuilder):
         (EmptyRequestIds, {"buffer_hygiene"}),
         (WritesBeyondEverything, {"buffer_hygiene"}),
         (IndptrTailZero, {"buffer_hygiene"}),
+        (ReturnsWrongViews, {"step_metadata"}),
+        (ReturnsTheFirstMetadata, {"step_metadata"}),
+        (IndptrLeftOnAHit, {"step_metadata"}),
+        (ReallocatesThePlan, {"step_metadata"}),
+        (PointersToNowhere, {"step_metadata"}),
+        (LastPageEmpty, {"planner_input", "step_metadata"}),
+        (RaisesAtStart, set(CHECKS_BY_NAME)),
         (Crashes, set(CHECKS_BY_NAME)),
     ],
 )
@@ -184,13 +258,16 @@ def test_fault_is_killed(builder: type[MetadataBuilder], killers: set[str]) -> N
 
 def test_every_check_kills_a_fault() -> None:
     (mark,) = test_fault_is_killed.pytestmark  # type: ignore[attr-defined]
-    assert set().union(*(killers for fault, killers in mark.args[1] if fault is not Crashes)) == set(CHECKS_BY_NAME)
+    assert set().union(*(killers for fault, killers in mark.args[1] if fault not in (Crashes, RaisesAtStart))) == set(
+        CHECKS_BY_NAME
+    )
 
 
 @pytest.mark.parametrize(
     ("steps", "mistrusted"),
     [
         ((), set(CHECKS_BY_NAME)),
+        ((decode(rows=4), decode(rows=4)), {"key_sufficiency", "cache_transparency", "buffer_hygiene"}),
         ((decode(300), decode(301)), {"key_sufficiency", "cache_transparency", "buffer_hygiene"}),
         ((decode(4096), decode(4097)), {"buffer_hygiene"}),
         ((decode(300, 300), decode(300)), {"key_sufficiency", "cache_transparency"}),

@@ -2,19 +2,86 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv32_fast.batch import StepBatch
+from dsv32_fast.metadata import MetadataBuilder, SparseMlaMetadata
 from dsv32_fast.options import PRESETS
 from dsv32_fuzz.campaign import CHECKS
 from dsv32_fuzz.case import Case
 from dsv32_fuzz.events import CounterexampleFound, VerdictReached
 from dsv32_fuzz.explore import explore
 from dsv32_fuzz.shrink import reduce_steps
-from dsv32_fuzz.strategies import SCOPES, Steps, dims_for, mixed_steps, mtp_decode_steps
+from dsv32_fuzz.strategies import MAX_MODEL_LEN, SCOPES, Steps, dims_for, mixed_steps, mtp_decode_steps
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_fuzz.verdict import Status, Verdict
+
+
+class KeepsItsKeyOverACapture(MetadataBuilder):
+    """A capture build overwrites the plan, and leaves the key of the step before (vllm-ascend #17170)."""
+
+    def build(self, step: StepBatch) -> SparseMlaMetadata:
+        key = self.last_key
+        metadata = super().build(step)
+        if step.max_seq_len == MAX_MODEL_LEN and key is not None:
+            self.last_key = key
+        return metadata
+
+
+class OnlyWrongWith(MetadataBuilder):
+    """Lengths are off by one in one corner of the input space."""
+
+    def _corner(self, step: StepBatch) -> bool:
+        raise NotImplementedError
+
+    def _rows(self, step: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        req_ids, lens = super()._rows(step)
+        if len(lens) and self._corner(step):
+            lens[0] -= 1
+        return req_ids, lens
+
+
+class Fp8(OnlyWrongWith):
+    def _corner(self, _step: StepBatch) -> bool:
+        return self.config.kv_dtype != torch.bfloat16
+
+
+class SixteenHeads(OnlyWrongWith):
+    def _corner(self, _step: StepBatch) -> bool:
+        return self.num_heads == 16
+
+
+class ManyRows(OnlyWrongWith):
+    def _corner(self, step: StepBatch) -> bool:
+        return set(step.query_lens) <= {0, 1} and step.num_tokens > 384
+
+
+class LongSequence(OnlyWrongWith):
+    def _corner(self, step: StepBatch) -> bool:
+        return max(step.seq_lens) > 32767
+
+
+class PaddingRequest(OnlyWrongWith):
+    def _corner(self, step: StepBatch) -> bool:
+        return 0 in step.query_lens
+
+
+@pytest.mark.parametrize("fault", [Fp8, SixteenHeads, ManyRows, LongSequence, PaddingRequest])
+def test_every_corner_of_decode_is_visited(fault: type[MetadataBuilder]) -> None:
+    target = InTreeTarget(PRESETS["pr47766"], builder=fault)
+    events = explore(target, "decode", CHECKS, run_seed=0, seconds=ENOUGH)
+    assert any(isinstance(event, CounterexampleFound) for event in events)
+
+
+def test_a_capture_build_must_overwrite_the_key() -> None:
+    target = InTreeTarget(PRESETS["pr47766"], builder=KeepsItsKeyOverACapture)
+    events = explore(target, "mixed", CHECKS, run_seed=0, seconds=ENOUGH)
+    found = next(event for event in events if isinstance(event, CounterexampleFound))
+    assert [step.max_seq_len == MAX_MODEL_LEN for step in found.case.steps] == [False, True, False]
+
 
 ENOUGH = 60.0  # the search stops at its first counterexample; this only bounds a search that finds none
 
@@ -70,11 +137,11 @@ def test_scopes_hold_what_they_say(drawn: tuple[str, Steps]) -> None:
     assert len(steps) >= 2
     for step in steps:
         if scope == "decode":
-            assert set(step.query_lens) == {1}
+            assert set(step.query_lens) <= {0, 1}
         if scope == "mtp_decode":
-            assert len(set(step.query_lens)) == 1
+            assert len({q for q in step.query_lens if q}) == 1
             assert step.query_lens[0] > 1
-            assert all(s > q for s, q in zip(step.seq_lens, step.query_lens, strict=True))
+            assert all(s > q for s, q in zip(step.seq_lens, step.query_lens, strict=True) if q)
             assert step.max_seq_len - max(step.seq_lens) < step.query_lens[0]
     assert Case(check="", scope=scope, dims=dims_for(steps), steps=steps).dims.topk == 2048
 

@@ -18,6 +18,8 @@ from dsv32_fuzz.oracle import planner_lens
 from dsv32_fuzz.targets import IntArray, StepRecord, Target
 from dsv32_fuzz.verdict import Status, Verdict
 
+TARGET_ERRORS = (Exception, SystemExit)
+"""What a target may raise; a failure of whatever was being checked. Ctrl-C is not among them."""
 TARGET_POISON, TWIN_POISON = 0x5A5A5A5, -0x3C3C3C3
 
 
@@ -70,26 +72,33 @@ class Check(ABC):
     def verdict(self) -> Verdict:
         """The outcome so far."""
         reason = self.untested()
-        measured: dict[str, float | int | str] = dict(self.measured)
         if self.first_violation:
             status, summary = Status.FAILED, self.first_violation
-            measured["first_violation_step"] = str(self.first_violation_step)  # a place, not a count: never added up
         elif reason:
             status, summary = Status.MISTRUSTED, reason
         else:
             status, summary = Status.PASSED, self.meaning
-        return Verdict(check=self.name, status=status, summary=summary, measured=measured)
+        return Verdict(
+            check=self.name,
+            status=status,
+            summary=summary,
+            measured=dict(self.measured),
+            step=self.first_violation_step,
+        )
 
 
 def run_case(case: Case, target: Target, checks: Iterable[type[Check]]) -> list[Verdict]:
     """Build every step of `case` on the target and on its twin, and let `checks` watch; one verdict each."""
     applicable = [check() for check in checks if target.caches or not check.needs_cache]
-    session = target.open(case.dims, poison=TARGET_POISON)
     twin = target.open(case.dims, rebuild=True, poison=TWIN_POISON)
+    try:
+        session = target.open(case.dims, poison=TARGET_POISON)
+    except TARGET_ERRORS as error:
+        return [_crashed(check, 0, error) for check in checks]
     for index, step in enumerate(case.steps):
         try:
             record = session.build(step)
-        except Exception as error:
+        except TARGET_ERRORS as error:
             return [_crashed(check, index, error) for check in checks]
         seen = Observation(
             index=index,
@@ -108,12 +117,15 @@ def run_case(case: Case, target: Target, checks: Iterable[type[Check]]) -> list[
     return [verdicts.get(check.name) or _skipped(check) for check in checks]
 
 
-def _crashed(check: type[Check], index: int, error: Exception) -> Verdict:
+def _crashed(check: type[Check], index: int, error: BaseException) -> Verdict:
     """An exception of the target is a failure of whatever was being checked."""
-    summary = f"step {index}: the target raised {type(error).__name__}: {' '.join(str(error).split())}"
-    return Verdict(
-        check=check.name, status=Status.FAILED, summary=summary, measured={"first_violation_step": str(index)}
-    )
+    summary = f"step {index}: {told(error)}"
+    return Verdict(check=check.name, status=Status.FAILED, summary=summary, step=index)
+
+
+def told(error: BaseException) -> str:
+    """An exception of the target in one line."""
+    return f"the target raised {type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _skipped(check: type[Check]) -> Verdict:
@@ -136,4 +148,4 @@ def merge(verdicts: Iterable[Verdict]) -> Verdict:
     for verdict in verdicts:
         measured.update({name: value for name, value in verdict.measured.items() if isinstance(value, int)})
     first = by_status[status]
-    return Verdict(check=first.check, status=status, summary=first.summary, measured=dict(measured))
+    return Verdict(check=first.check, status=status, summary=first.summary, measured=dict(measured), step=first.step)

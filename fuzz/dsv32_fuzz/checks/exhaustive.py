@@ -14,6 +14,7 @@ import msgspec
 
 from dsv32_fast.batch import StepBatch
 from dsv32_fuzz.case import Dims
+from dsv32_fuzz.checks import TARGET_ERRORS, told
 from dsv32_fuzz.oracle import planner_lens
 from dsv32_fuzz.targets import PlannerInput, Session, Target
 from dsv32_fuzz.verdict import Status, Verdict
@@ -35,11 +36,12 @@ class SmallWorld(msgspec.Struct, frozen=True, kw_only=True):
         requests = list(itertools.product(range(1, self.max_query + 1), range(self.max_context + 1)))
         for batch in range(1, self.max_batch + 1):
             for chosen in itertools.product(requests, repeat=batch):
-                query = tuple(q for q, _ in chosen)
+                query, seqs = tuple(q for q, _ in chosen), tuple(q + c for q, c in chosen)
                 for padding in range(self.max_padding + 1):
-                    yield StepBatch(
-                        query_lens=query, seq_lens=tuple(q + c for q, c in chosen), num_tokens=sum(query) + padding
-                    )
+                    rows = sum(query) + padding
+                    yield StepBatch(query_lens=query, seq_lens=seqs, num_tokens=rows)
+                    if padding:  # vLLM pads the requests too
+                        yield StepBatch(query_lens=(*query, 0), seq_lens=(*seqs, 0), num_tokens=rows)
 
 
 def prove_key(target: Target, worlds: tuple[SmallWorld, ...]) -> tuple[Verdict, list[tuple[StepBatch, StepBatch]]]:
@@ -50,11 +52,19 @@ def prove_key(target: Target, worlds: tuple[SmallWorld, ...]) -> tuple[Verdict, 
     """
     if not target.caches:
         return Verdict(check=NAME, status=Status.SKIPPED, summary="the target reuses no plan, so there is no cache"), []
-    counts = dict.fromkeys(("steps", "keys", "keys_shared", "keys_colliding", "confirmed_reuses"), 0)
+    try:
+        return _prove(target, worlds)
+    except TARGET_ERRORS as error:
+        return Verdict(check=NAME, status=Status.FAILED, summary=told(error)), []
+
+
+def _prove(target: Target, worlds: tuple[SmallWorld, ...]) -> tuple[Verdict, list[tuple[StepBatch, StepBatch]]]:
+    counts = dict.fromkeys(("steps", "keys", "keys_shared", "keys_colliding", "confirmed_reuses", "hidden_reuses"), 0)
     pairs: list[tuple[StepBatch, StepBatch]] = []
     for world in worlds:
         dims = Dims(topk=world.topk, max_num_batched_tokens=64)
-        groups = _by_key(target, dims, world)
+        groups, hidden = _by_key(target, dims, world)
+        counts["hidden_reuses"] += hidden
         colliding = [pair for group in groups.values() if (pair := _collision(group)) is not None]
         counts["steps"] += sum(map(len, groups.values()))
         counts["keys"] += len(groups)
@@ -66,7 +76,13 @@ def prove_key(target: Target, worlds: tuple[SmallWorld, ...]) -> tuple[Verdict, 
 
 
 def _verdict(counts: dict[str, int], pairs: list[tuple[StepBatch, StepBatch]]) -> Verdict:
-    if pairs:
+    if counts["hidden_reuses"]:
+        status = Status.FAILED
+        summary = f"{counts['hidden_reuses']} plans were reused although the key had changed"
+    elif pairs and not counts["confirmed_reuses"]:
+        status = Status.MISTRUSTED
+        summary = "equal keys stand for several planner inputs, but no plan is reused: another key must be compared"
+    elif pairs:
         status = Status.FAILED
         share = f"{counts['keys_colliding']} of {counts['keys']} keys"
         summary = f"{share} stand for several planner inputs, e.g. {_show(pairs[-1])}"
@@ -78,17 +94,25 @@ def _verdict(counts: dict[str, int], pairs: list[tuple[StepBatch, StepBatch]]) -
     return Verdict(check=NAME, status=status, summary=summary, measured=dict(counts))
 
 
-def _by_key(target: Target, dims: Dims, world: SmallWorld) -> dict[Hashable, list[tuple[StepBatch, PlannerInput]]]:
+def _by_key(
+    target: Target, dims: Dims, world: SmallWorld
+) -> tuple[dict[Hashable, list[tuple[StepBatch, PlannerInput]]], int]:
+    """Steps by key, and how often a plan was reused although the key differs from the step's before."""
     session: Session = target.open(dims)
     twin: Session = target.open(dims, rebuild=True)
     groups: dict[Hashable, list[tuple[StepBatch, PlannerInput]]] = {}
+    before: Hashable = object()
+    hidden = 0
     for step in world.steps():
-        key = session.build(step).key
+        record = session.build(step)
+        key = record.key
+        hidden += not record.launched and key != before
+        before = key
         planner_input = twin.build(step).planner_input
         if planner_input is None or (planner_input.kv_lens != planner_lens(step, dims.topk)).any():
             raise RuntimeError(f"the always-rebuild twin planned something else than {step}")
         groups.setdefault(key, []).append((step, planner_input))
-    return groups
+    return groups, hidden
 
 
 def _collision(group: list[tuple[StepBatch, PlannerInput]]) -> tuple[StepBatch, StepBatch] | None:

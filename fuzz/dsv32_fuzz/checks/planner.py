@@ -23,7 +23,8 @@ class PlannerInputCheck(Check):
         if planned is None:
             self.violation(seen, "the always-rebuild twin did not plan")
             return
-        expected = PlannerInput(seen.kv_lens_T, np.ones_like(seen.kv_lens_T), planned.scalars)
+        ones_T = np.ones_like(seen.kv_lens_T)
+        expected = PlannerInput(seen.kv_lens_T, ones_T, ones_T, planned.scalars)
         if planned != expected:
             self.violation(seen, f"planner input against the oracle: {planned.difference(expected)}")
         launched = seen.target.planner_input
@@ -53,7 +54,7 @@ class KeySufficiency(Check):
             self.measured["misses"] += 1
             self._planned = seen.target.planner_input
             return
-        self.measured["hits"] += 1
+        self.measured["hits"] += bool(seen.kv_lens_T.any())  # reusing a plan for no key at all tests nothing
         needed = seen.twin.planner_input
         if needed is None or self._planned is None:
             self.violation(seen, "a plan was reused before any was made")
@@ -77,7 +78,7 @@ class CacheTransparency(Check):
 
     def observe(self, seen: Observation) -> None:
         """The twins start from different poison, so an unwritten entry that is read shows as a difference."""
-        self.measured["hits"] += not seen.target.launched
+        self.measured["hits"] += not seen.target.launched and bool(seen.kv_lens_T.any())
         if consumer_bytes(seen.target.plan) == consumer_bytes(seen.twin.plan):
             return
         ours, theirs = consumer_view(seen.target.plan), consumer_view(seen.twin.plan)

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dsv32_fast.batch import StepBatch
+from dsv32_fast.metadata import SparseMlaMetadata
 from dsv32_fast.options import Options
 from dsv32_fast.plan import PlanBuffers
 from dsv32_fuzz.case import Dims
@@ -23,10 +24,11 @@ IntArray = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class PlannerInput:
-    """Every value that reaches `get_mla_metadata_v1`: each row's KV length and query length, and all scalars."""
+    """Every value that reaches `get_mla_metadata_v1`: each row's lengths, and all scalars."""
 
     kv_lens: IntArray
     qo_lens: IntArray
+    last_page_lens: IntArray
     scalars: tuple[tuple[str, object], ...]
 
     def __eq__(self, other: object) -> bool:
@@ -36,6 +38,7 @@ class PlannerInput:
             and self.scalars == other.scalars
             and np.array_equal(self.kv_lens, other.kv_lens)
             and np.array_equal(self.qo_lens, other.qo_lens)
+            and np.array_equal(self.last_page_lens, other.last_page_lens)
         )
 
     __hash__ = None  # type: ignore[assignment]  # holds arrays
@@ -48,14 +51,13 @@ class PlannerInput:
                 return f"{name} {ours.get(name)} against {theirs.get(name)}"
         if len(self.kv_lens) != len(other.kv_lens):
             return f"{len(self.kv_lens)} rows against {len(other.kv_lens)}"
-        (rows,) = np.nonzero((self.kv_lens != other.kv_lens) | (self.qo_lens != other.qo_lens))
-        if not len(rows):
-            return "no difference"
-        row = int(rows[0])
-        return (
-            f"{len(rows)} of {len(self.kv_lens)} rows, first row {row}: "
-            f"KV length {self.kv_lens[row]} against {other.kv_lens[row]}"
-        )
+        for what in ("kv_lens", "qo_lens", "last_page_lens"):
+            ours_T, theirs_T = getattr(self, what), getattr(other, what)
+            if not np.array_equal(ours_T, theirs_T):
+                rows = np.flatnonzero(ours_T != theirs_T)
+                shown = f"{what.replace('_', ' ')} {ours_T[rows[0]]} against {theirs_T[rows[0]]}"
+                return f"{len(rows)} of {len(ours_T)} rows, first row {rows[0]}: {shown}"
+        return "no difference"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,7 @@ class StepRecord:
     Attributes:
         launched: whether the planner ran.
         planner_input: what reached it, None if it did not run.
+        metadata: what the attention layers receive.
         key: what the target compares between steps, None if it has no cache or does not show it.
         req_ids_N: int32 request id per row, the whole buffer.
         kv_indptr_N1: int32 row pointers, the whole buffer.
@@ -74,6 +77,7 @@ class StepRecord:
 
     launched: bool
     planner_input: PlannerInput | None
+    metadata: SparseMlaMetadata
     key: Hashable
     req_ids_N: IntArray
     kv_indptr_N1: IntArray

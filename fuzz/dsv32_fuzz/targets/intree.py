@@ -50,9 +50,9 @@ class RecordingKernels:
     def get_mla_metadata_v1(self, *args: Any, **kwargs: Any) -> None:
         """Record the input, then plan."""
         arguments = self._signature.bind(*args, **kwargs).arguments
-        qo_indptr, kv_indptr = (arguments[name].cpu().numpy() for name in _TENSORS[:2])
+        qo_indptr, kv_indptr, last_page_lens = (arguments[name].cpu().numpy() for name in _TENSORS)
         scalars = tuple((k, v) for k, v in arguments.items() if k not in _TENSORS and k not in _BUFFERS)
-        self._last = PlannerInput(np.diff(kv_indptr), np.diff(qo_indptr), scalars)
+        self._last = PlannerInput(np.diff(kv_indptr), np.diff(qo_indptr), last_page_lens.copy(), scalars)
         self.kernels.get_mla_metadata_v1(*args, **kwargs)
 
     def take(self) -> PlannerInput | None:
@@ -70,11 +70,12 @@ class _InTreeSession:
     def build(self, step: StepBatch) -> StepRecord:
         builder = self.builder
         with emulated_device(self.device):
-            builder.build(step)
+            metadata = builder.build(step)
         planner_input = self.kernels.take()
         return StepRecord(
             launched=planner_input is not None,
             planner_input=planner_input,
+            metadata=metadata,
             key=builder.last_key,
             req_ids_N=builder.req_id_per_token_N.numpy(),
             kv_indptr_N1=builder.paged_kv_indptr_N1.numpy(),
