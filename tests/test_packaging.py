@@ -95,6 +95,14 @@ def test_plugin_fails_the_defective_key_and_saves_the_case(installed: Path, tmp_
     )
 
 
+def test_without_transformers_the_benchmark_says_what_to_install(installed: Path, tmp_path: Path) -> None:
+    code = "import sys; sys.modules['transformers'] = None; from dsv32_reports.cli import main; main()"
+    done = run(installed, "python", "-c", code, "bench", "ref", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "install dsv32-validation[oracle]" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_plugin_refuses_unknown_options(installed: Path, tmp_path: Path) -> None:
     done = run(installed, "python", "-m", "pytest", "--pyargs", "dsv32_fuzz", "--dsv32-options", "x", cwd=tmp_path)
     assert done.returncode != 0

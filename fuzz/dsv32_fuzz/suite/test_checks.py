@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
 
 from dsv32_fast.options import resolve
 from dsv32_fuzz.campaign import PROFILES, Profile, proof, recorded_plans, search, workload_runs
@@ -19,6 +20,7 @@ from dsv32_fuzz.verdict import Status, Verdict
 @pytest.fixture(scope="session")
 def target(pytestconfig: pytest.Config) -> InTreeTarget:
     """The path under test."""
+    torch.set_num_threads(1)  # the tensors are small: more threads only wait for each other
     try:
         return InTreeTarget(
             resolve(pytestconfig.getoption("dsv32_options"), tuple(pytestconfig.getoption("dsv32_set")))
