@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from dsv32_fast.batch import StepBatch
 from dsv32_fuzz.case import Dims
+from dsv32_fuzz.workload import DEFAULT_CAPTURE_SIZES
 
 Steps = tuple[StepBatch, ...]
 
@@ -25,12 +26,11 @@ booleans = cache(st.booleans)
 MAX_STEPS = 8
 MAX_MODEL_LEN = 163840
 SPLIT_CAP_EDGES = (256, 384, 640, 1152)  # where next_pow2(max_seq_len / 128) doubles
-CAPTURED_SIZES = (1, 2, 4, *range(8, 513, 8))
 
 
 def graph_padding(rows: int, multiple: int = 1) -> int:
     """Rows of the smallest captured graph that holds `rows`, a multiple of `multiple`; unpadded above the largest."""
-    return next((size for size in CAPTURED_SIZES if size >= rows and size % multiple == 0), rows)
+    return next((size for size in DEFAULT_CAPTURE_SIZES if size >= rows and size % multiple == 0), rows)
 
 
 def _uniform(q: int, seqs: tuple[int, ...], rows: int, bound: int = 0) -> StepBatch:
