@@ -1,0 +1,105 @@
+"""Every term of the attention bound is needed: computations dominated by one term exceed the bound of a form without
+it.
+"""
+
+from __future__ import annotations
+
+import torch
+from bounds_inputs import worst_row
+from bounds_stages import FP, _split_attention
+
+from dsv32_ref.bounds import BF16, E4M3FN, Arithmetic, SoftmaxForm, attend, exact, judge
+
+U = 2.0**-24
+
+
+def test_a_merge_at_large_scores_needs_the_lse_rounding() -> None:
+    s = torch.tensor([[1000.0, 1000.0, 1000.0, 1000.5, 1000.5, 1000.5]])
+    v = torch.cat([torch.ones(1, 3, 1), -torch.ones(1, 3, 1)], 1)
+    out, _ = _split_attention(s, v, 3, 2, False)
+    merged, _ = attend(exact(s), exact(v), FP, SoftmaxForm(splits=2))
+    plain, _ = attend(exact(s), exact(v), FP)
+    assert judge(out[None], merged).passed
+    assert judge(out[None], plain).worst > 2
+
+
+def test_rescaling_errors_need_the_count_of_rescales() -> None:
+    """64 rising scores: the accumulator is rescaled before every key, each time with the full error of an 8-ulp exp."""
+    rough, n = Arithmetic(exp_ulp=8.0), 64
+    s = torch.arange(n, dtype=torch.float32)[None] / 1024
+    v = torch.cat([torch.ones(n // 2, 1), -torch.ones(n // 2, 1)])
+    p = torch.exp(s.double() - s.max()) * (1 + 16 * U) ** torch.arange(n - 1, -1, -1)
+    out = p @ v.double() / p.sum()
+    assert judge(out, attend(exact(s), exact(v), rough, SoftmaxForm(rescales=n - 1))[0]).passed
+    assert judge(out, attend(exact(s), exact(v), rough)[0]).worst > 1.5
+
+
+def test_numerator_sum() -> None:
+    """V = 1, u, u, ..., -1 summed in order gives 0; with an output near 0 only the numerator's sum explains that.
+
+    The magnitudes sum to 2, the error is (n - 2) u: half of the bound.
+    """
+    n = 2048
+    v = torch.cat([worst_row(n - 1, U), torch.tensor([-1.0])]).float()[:, None]
+    assert 0.45 < judge(torch.zeros(1, 1), attend(exact(torch.zeros(1, n)), exact(v), FP)[0]).worst <= 1
+
+
+def test_denominator_sum() -> None:
+    """Weights 1, u, u, ...: the sum stays 1 while the numerator is exact. Both sums may err, so this is half of the
+    bound.
+    """
+    n = 4096
+    weights = worst_row(n, U)
+    out = (weights.sum() / 1.0).reshape(1, 1)
+    assert 0.45 < judge(out, attend(exact(weights.log()[None]), exact(torch.ones(n, 1)), FP)[0]).worst <= 1
+
+
+def test_fp8_weights_underflow() -> None:
+    """Weights of 2^-10 are a tie between 0 and the smallest e4m3 subnormal: all of them vanish."""
+    p = torch.cat([torch.ones(1), torch.full((2000,), 2.0**-10)]).double()
+    v = torch.cat([torch.zeros(1, 1), torch.ones(2000, 1)])
+    stored = p.float().to(torch.float8_e4m3fn).double()
+    out = (stored @ v.double() / p.sum())[None]
+    assert float(out) == 0
+    bound, _ = attend(exact(p.log()[None]), exact(v), FP, SoftmaxForm(p_format=E4M3FN))
+    assert 0.9 < judge(out, bound).worst <= 1
+
+
+def test_the_sum_of_stored_weights_differs_from_the_sum_of_weights() -> None:
+    up, down = 0.5 * (1 + 2.0**-8) * (1 + 1e-5), 0.5 * (1 + 3 * 2.0**-8) * (1 - 1e-5)
+    p = torch.cat([torch.ones(1), torch.full((20,), up), torch.full((180,), down)]).double()
+    v = torch.cat([torch.zeros(1, 1), torch.ones(20, 1), torch.zeros(180, 1)])
+    stored = p.bfloat16().double()
+    out = (stored @ v.double() / stored.sum())[None]
+    bound, _ = attend(exact(p.log()[None]), exact(v), FP, SoftmaxForm(p_format=BF16, sum_rounded=True))
+    without, _ = attend(exact(p.log()[None]), exact(v), FP, SoftmaxForm(p_format=BF16))
+    assert 0.8 < judge(out, bound).worst <= 1
+    assert judge(out, without).worst > 1.5
+
+
+def test_normalised_weights_round_on_their_own_scale() -> None:
+    up, down = 2.0**-7 * (1 + 2.0**-8 + 1e-5), 2.0**-7 * (1 + 3 * 2.0**-8 - 1e-5)
+    share = torch.cat([torch.full((40,), up), torch.full((40,), down)]).double()
+    share = torch.cat([1 - share.sum()[None], share])
+    v = torch.cat([torch.zeros(1, 1), torch.ones(40, 1), -torch.ones(40, 1)]).double()
+    out = (share.bfloat16().double() @ v)[None]
+    bound, _ = attend(exact(share.log()[None]), exact(v), FP, SoftmaxForm(p_format=BF16, normalise_first=True))
+    assert 0.9 < judge(out, bound).worst <= 1
+
+
+def test_normalised_fp8_weights_underflow_all_together() -> None:
+    """2048 equal weights are 2^-11 each: below half the smallest e4m3 subnormal, so nothing is left."""
+    out = torch.zeros(1, 1)
+    bound, _ = attend(
+        exact(torch.zeros(1, 2048)), exact(torch.ones(2048, 1)), FP, SoftmaxForm(p_format=E4M3FN, normalise_first=True)
+    )
+    assert judge(out, bound).passed
+    unnormalised, _ = attend(exact(torch.zeros(1, 2048)), exact(torch.ones(2048, 1)), FP, SoftmaxForm(p_format=E4M3FN))
+    assert judge(out, unnormalised).worst > 10
+
+
+def test_a_row_without_keys_is_zero_and_has_no_lse() -> None:
+    out, lse = attend(exact(torch.full((1, 4), -torch.inf)), exact(torch.ones(4, 2)), FP)
+    assert judge(torch.zeros(1, 2), out).passed
+    assert not judge(torch.tensor([torch.inf]), lse).passed
+    assert not judge(torch.full((1, 2), torch.nan), out).passed
