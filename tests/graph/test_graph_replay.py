@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graph_world import SIZES, TOPK, decode, eager, inputs, make
+from graph_world import CONFIG, DIM, HEADS, LATENT, SCALE, SIZES, TOPK, decode, eager, inputs, make, make_kv
 
 from dsv32_fast.batch import StepBatch
+from dsv32_fast.graph.attention import GraphedAttention, allocate
+from dsv32_fast.graph.model import ModelGraphRunner
+from dsv32_fast.kernels.mounted import EMULATION
+from dsv32_fast.metadata import MetadataBuilder
 from dsv32_fast.options import PRESETS
 from dsv32_fast.plan import consumer_bytes
 
@@ -74,3 +78,32 @@ def test_padded_rows():
     assert [runner.padded_rows(n) for n in (1, 2, 3, 4, 5, 8)] == [1, 2, 4, 4, 8, 8]
     with pytest.raises(ValueError, match=f"exceed the largest captured size {max(SIZES)}"):
         runner.padded_rows(9)
+
+
+def test_without_queues_everything_is_done_on_return():
+    """As on a real device with its current stream."""
+    kv = make_kv()
+    layer = GraphedAttention(
+        builder=MetadataBuilder(config=CONFIG, options=PRESETS["pr42982"], kernels=EMULATION),
+        kernels=EMULATION,
+        runner=ModelGraphRunner(SIZES),
+        buffers=allocate(max(SIZES), HEADS, DIM, LATENT, TOPK),
+        kv=kv,
+        sm_scale=SCALE,
+    )
+    layer.capture()
+    for turn, live in enumerate((3, 8, 1)):
+        step = drawn(live, turn, layer.runner)
+        given, before = inputs(live, turn), layer.buffers.o_NHC.clone()
+        assert torch.equal(layer.step(step, *given), eager(step, given, kv, before)[1][:live])
+
+
+def test_a_capture_leaves_the_key_of_its_own_plan():
+    """A step like the last dummy may reuse its plan; any other step must not."""
+    world = make()
+    builder, launches = world.layer.builder, world.layer.builder.counts.plan_launches
+    for turn, (step, planned) in enumerate(((decode(TOPK), 0), (decode(TOPK, TOPK), 1), (decode(TOPK), 2))):
+        given, before = inputs(len(step.seq_lens), turn), world.layer.buffers.o_NHC.clone()
+        out = world.step(step, given)
+        assert builder.counts.plan_launches - launches == planned
+        assert torch.equal(out, eager(step, given, world.kv, before)[1])
