@@ -229,7 +229,7 @@ class DecodePath:
         ids_TK, weights_TK = router.choose_experts(logits_TE, gate.bias, self.config, self.kernels)
         chosen_TK = step("gate_idx", layer, ids_TK)
         if chosen_TK is not ids_TK:
-            weights_TK = router.weights_of(logits_TE, chosen_TK, self.config)
+            weights_TK = router.weights_for(chosen_TK, ids_TK, weights_TK, logits_TE, self.config)
         weights_TK = step("gate_w", layer, weights_TK)
         return experts.mixture(f_TM, weights_TK, chosen_TK, w.ffn, self.kernels)
 

@@ -70,7 +70,14 @@ def choose_experts(logits_TE: Tensor, bias_E: Tensor, config: Config, kernels: R
     return ids_TK, weights_TK
 
 
-def weights_of(logits_TE: Tensor, ids_TK: Tensor, config: Config) -> Tensor:
-    """The fp32 weights of a choice that did not come from the kernel (a forced one), from the unbiased scores."""
-    scores_TK = logits_TE.float().sigmoid().gather(1, ids_TK.long())
-    return scores_TK / scores_TK.sum(1, keepdim=True) * config.route_scale
+def weights_for(chosen_TK: Tensor, ids_TK: Tensor, weights_TK: Tensor, logits_TE: Tensor, config: Config) -> Tensor:
+    """The fp32 weights [T, K] of a choice that was put in the place of the kernel's `ids_TK`.
+
+    A row that names the kernel's own experts keeps the kernel's weights, in its order; any other row gets them from the
+    unbiased scores, renormalised.
+    """
+    same_TKK = chosen_TK[:, :, None].long() == ids_TK[:, None, :].long()
+    scores_TK = logits_TE.float().sigmoid().gather(1, chosen_TK.long())
+    fresh_TK = scores_TK / scores_TK.sum(1, keepdim=True) * config.route_scale
+    kept_T1 = same_TKK.any(-1).all(-1, keepdim=True)
+    return torch.where(kept_T1, weights_TK.gather(1, same_TKK.int().argmax(-1)), fresh_TK)
