@@ -1,7 +1,7 @@
 """What each stage of the optimised path may return, from the inputs that the path itself recorded (layer-local).
 
-`StageBounds` covers the rounding points that the path shares with the reference (every linear, norm, RoPE and MLP output
-rounded once to bf16). Where the path rounds elsewhere the pair is composed here from the same proven pieces:
+`StageBounds` covers the rounding points that the path shares with the reference (every linear, norm, RoPE and MLP
+output rounded once to bf16). Where the path rounds elsewhere the pair is composed here from the same proven pieces:
 - index_q, index_w: no Hadamard rotation; head weights come from a product rounded to bf16.
 - index_score: fp32 arithmetic on the recorded fp8 operands, one batch of keys per row.
 - attn_z: scores in fp32, softmax in fp32 with P rounded to bf16 before it is normalised, merged from at most one
@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from fast_worlds import Values
 from torch import Tensor
 
 from dsv32_fast.options import Options
@@ -39,6 +38,8 @@ from dsv32_ref.moe import MlpWeights, MoeWeights
 from dsv32_ref.router import choose_experts
 from dsv32_ref.weights import LayerWeights, Weights
 
+Values = dict[tuple[str, int], Tensor]
+"""What one step recorded, by stage and layer."""
 Compared = tuple[str, Tensor, Approx]
 """Stage, what the path computed, what it may."""
 ARITH = Arithmetic()
@@ -54,10 +55,16 @@ class Recording:
     steps: list[Values]
     gate_store: torch.dtype | None = None
     """What the gate's GEMM stored, where that is not the type of the logits."""
+    narrow: bool = True
+    """bf16 activations."""
 
     @property
     def bounds(self) -> StageBounds:
-        return StageBounds(config=self.config, precision=Precision(bf16=True), arith=ARITH)
+        return StageBounds(config=self.config, precision=Precision(bf16=self.narrow), arith=ARITH)
+
+    def stored(self, x: Approx) -> Approx:
+        """A rounding to the activation type."""
+        return stored(x) if self.narrow else x
 
     def of(self, stage: str, layer: int) -> Tensor:
         """[all rows, ...]; columns are padded where steps differ (with -inf in scores)."""
@@ -95,7 +102,8 @@ def values(rec: Recording) -> Iterator[Compared]:
         yield f"attn_in {layer}", at("attn_in"), normed
         yield from _attention(rec, w, layer)
         # The sum that the attention norm stored: one fp32 addition and one rounding, the same in every path.
-        kept_TM = (h_TM.float() + residual_TM.float()).bfloat16()
+        kept_TM = h_TM.float() + residual_TM.float()
+        kept_TM = kept_TM.bfloat16() if rec.narrow else kept_TM
         normed, summed = rec.bounds.add_rms_norm(exact(at("attn_out")), exact(kept_TM), w.ffn_norm)
         yield f"residual {layer}", at("residual"), summed
         yield f"ffn_in {layer}", at("ffn_in"), normed
@@ -104,7 +112,7 @@ def values(rec: Recording) -> Iterator[Compared]:
     final, _ = rec.bounds.add_rms_norm(exact(h_TM), exact(residual_TM), rec.weights.norm)
     yield "final_norm", rec.of("final_norm", -1), final
     head = rec.bounds.head(exact(rec.of("final_norm", -1)), rec.weights.head)
-    yield "logits", rec.of("logits", -1), stored(head)
+    yield "logits", rec.of("logits", -1), rec.stored(head)
 
 
 def _attention(rec: Recording, w: LayerWeights, layer: int) -> Iterator[Compared]:
@@ -115,11 +123,12 @@ def _attention(rec: Recording, w: LayerWeights, layer: int) -> Iterator[Compared
     yield from _indexer(rec, w, layer, a_TM, qr_TL)
     uk_HNC, uv_HVC = up_matrices(rec.config, w)
     nope, turned = b.queries(qr_TL, w.attn, positions_T)
-    qa_HTC = stored(linear_bounds.matmul(nope.apply(lambda t: t.transpose(0, 1)), uk_HNC, ARITH))
-    yield f"attn_q {layer}", rec.of("attn_q", layer), _join(qa_HTC.apply(lambda t: t.transpose(0, 1)), turned)
+    qa_HTC = rec.stored(linear_bounds.matmul(nope.apply(lambda t: t.transpose(0, 1)), uk_HNC, ARITH))
+    q_THD = _join(qa_HTC.apply(lambda t: t.transpose(0, 1)), turned)
+    yield f"attn_q {layer}", rec.of("attn_q", layer), q_THD if rec.narrow else stored(q_THD)
     yield f"attn_z {layer}", rec.of("attn_z", layer), attended(rec, layer)
     z_HTC = exact(rec.of("attn_z", layer).transpose(0, 1))
-    o_HTV = stored(linear_bounds.matmul(z_HTC, uv_HVC.transposed(), ARITH))
+    o_HTV = rec.stored(linear_bounds.matmul(z_HTC, uv_HVC.transposed(), ARITH))
     yield f"attn_out {layer}", rec.of("attn_out", layer), b.output(o_HTV.apply(lambda t: t.transpose(0, 1)), w.attn)
 
 
@@ -156,7 +165,7 @@ def _indexer(rec: Recording, w: LayerWeights, layer: int, a_TM: Approx, qr_TL: A
     own = torch.arange(len(positions_T)), positions_T
     keys, scales = rec.of("keys", layer), rec.of("key_scales", layer)
     cached = keys[own].double() * scales[own].double()[:, None]
-    yield f"index_key {layer}", cached, _fp8_head(rec, stored(normed), amax_floor=1e-4)
+    yield f"index_key {layer}", cached, _fp8_head(rec, rec.stored(normed), amax_floor=1e-4)
     scores = index_scores(exact(rec.of("index_q", layer)), exact(w_TJ), exact(keys), exact(scales))
     seen = torch.arange(keys.shape[1]) <= positions_T[:, None]
     computed = rec.of("index_score", layer)
@@ -207,19 +216,19 @@ def mixture(rec: Recording, x_TM: Approx, chosen_TK: Tensor, weights_TK: Approx,
     value, err = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
     for expert in chosen_TK.unique().tolist():
         rows, ranks = torch.where(chosen_TK == expert)
-        part = _routed_expert(x_TM.map(rows), w.experts[expert])
+        part = _routed_expert(rec, x_TM.map(rows), w.experts[expert])
         value[rows, ranks], err[rows, ranks] = part.value, part.err
-    routed = stored(moe_bounds.combine(Approx(value, err), weights_TK, None, ARITH))
+    routed = rec.stored(moe_bounds.combine(Approx(value, err), weights_TK, None, ARITH))
     assert w.shared is not None
-    return stored(add(routed, rec.bounds.mlp(x_TM, w.shared), ARITH))
+    return rec.stored(add(routed, rec.bounds.mlp(x_TM, w.shared), ARITH))
 
 
-def _routed_expert(x_TM: Approx, w: MlpWeights) -> Approx:
+def _routed_expert(rec: Recording, x_TM: Approx, w: MlpWeights) -> Approx:
     assert isinstance(w.w1, Tensor)
     assert isinstance(w.w2, Tensor)
     assert isinstance(w.w3, Tensor)
     gate, up = (linear_bounds.linear(x_TM, exact(part), ARITH) for part in (w.w1, w.w3))
-    return linear_bounds.linear(stored(mul(silu(gate, ARITH), up, ARITH)), exact(w.w2), ARITH)
+    return linear_bounds.linear(rec.stored(mul(silu(gate, ARITH), up, ARITH)), exact(w.w2), ARITH)
 
 
 def expert_choices(rec: Recording, layer: int) -> Certificate:
