@@ -120,7 +120,7 @@ def _attention(rec: Recording, w: LayerWeights, layer: int) -> Iterator[Compared
     a_TM = exact(rec.of("attn_in", layer))
     qr_TL = b.query_latent(a_TM, w.attn)
     yield f"latent {layer}", rec.of("latent", layer), b.latents(a_TM, w.attn, positions_T)
-    yield from _indexer(rec, w, layer, a_TM, qr_TL)
+    yield from _indexer(rec, w, layer)
     uk_HNC, uv_HVC = up_matrices(rec.config, w)
     nope, turned = b.queries(qr_TL, w.attn, positions_T)
     qa_HTC = rec.stored(linear_bounds.matmul(nope.apply(lambda t: t.transpose(0, 1)), uk_HNC, ARITH))
@@ -149,19 +149,28 @@ def attended(rec: Recording, layer: int) -> Approx:
     return stored(attend(scores, kv_TKD.apply(lambda t: t[..., : rec.config.kv_lora_rank]), ARITH, form)[0])
 
 
-def _indexer(rec: Recording, w: LayerWeights, layer: int, a_TM: Approx, qr_TL: Approx) -> Iterator[Compared]:
-    b, config, index = rec.bounds, rec.config, w.indexer
-    heads, positions_T = config.index_n_heads, rec.of("positions", -1)
-    q_TJI = b.linear(qr_TL, index.wq_b).apply(lambda t: t.reshape(len(t), heads, -1))
+def index_pairs(rec: Recording, layer: int) -> tuple[Approx, Approx]:
+    """Queries [T, J, I], dequantised, and head weights [T, J] without the query scales, from the layer's input."""
+    b, config, index = rec.bounds, rec.config, rec.weights.layers[layer].indexer
+    a_TM = exact(rec.of("attn_in", layer))
+    qr_TL = b.query_latent(a_TM, rec.weights.layers[layer].attn)
+    q_TJI = b.linear(qr_TL, index.wq_b).apply(lambda t: t.reshape(len(t), config.index_n_heads, -1))
+    weights_TJ = b.linear(a_TM, index.weights_proj)
+    for width in (config.index_head_dim, config.index_n_heads):
+        weights_TJ = scale_by(weights_TJ, width**-0.5, ARITH)
+    return _fp8_head(rec, q_TJI, amax_floor=1e-10), weights_TJ
+
+
+def _indexer(rec: Recording, w: LayerWeights, layer: int) -> Iterator[Compared]:
+    b, config, index, positions_T = rec.bounds, rec.config, w.indexer, rec.of("positions", -1)
     scale_TJ, w_TJ = rec.of("index_q_scale", layer), rec.of("index_w", layer)
-    computed = rec.of("index_q", layer).double() * scale_TJ.double()[..., None]
-    yield f"index_q {layer}", computed, _fp8_head(rec, q_TJI, amax_floor=1e-10)
-    plain = mul(b.linear(a_TM, index.weights_proj), exact(scale_TJ), ARITH)
-    for width in (config.index_head_dim, heads):
-        plain = scale_by(plain, width**-0.5, ARITH)
-    yield f"index_w {layer}", w_TJ, plain
+    q_TJI, weights_TJ = index_pairs(rec, layer)
+    yield f"index_q {layer}", rec.of("index_q", layer).double() * scale_TJ.double()[..., None], q_TJI
+    yield f"index_w {layer}", w_TJ, mul(weights_TJ, exact(scale_TJ), ARITH)
     gain, bias = exact(index.k_norm_weight), exact(index.k_norm_bias)
-    normed = norm_bounds.layer_norm(b.linear(a_TM, index.wk), gain, bias, config.norm_eps, ARITH)
+    normed = norm_bounds.layer_norm(
+        b.linear(exact(rec.of("attn_in", layer)), index.wk), gain, bias, config.norm_eps, ARITH
+    )
     own = torch.arange(len(positions_T)), positions_T
     keys, scales = rec.of("keys", layer), rec.of("key_scales", layer)
     cached = keys[own].double() * scales[own].double()[:, None]
@@ -244,6 +253,21 @@ def expert_choices(rec: Recording, layer: int) -> Certificate:
         kept=config.n_limited_groups,
         arith=ARITH,
     )
+
+
+def ideal_biased(rec: Recording, layer: int) -> tuple[Approx, Tensor]:
+    """Biased scores of the ideal fp32 router on the layer's input, and the choice that they call for.
+
+    The error holds what the options permit: logits stored in bf16, and the distance of each bias from its bf16 value.
+    """
+    ffn = rec.weights.layers[layer].ffn
+    assert isinstance(ffn, MoeWeights)
+    logits = rec.bounds.gate_logits(exact(rec.of("ffn_in", layer)), ffn.gate)
+    ideal = choose_experts(logits.value, ffn.gate.bias.double(), rec.config)
+    if torch.bfloat16 in (rec.of("gate_logits", layer).dtype, rec.gate_store):
+        logits = stored(logits)
+    moved = (ffn.gate.bias.double() - rec.bias(layer).double()).abs()
+    return router_bounds.router_scores(logits, Approx(ffn.gate.bias.double(), moved), ARITH)[1], ideal
 
 
 def _join(a: Approx, b: Approx) -> Approx:
