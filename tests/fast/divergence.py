@@ -7,7 +7,7 @@ of its own roundings? If so the flip is certified, and what follows is a consequ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -79,7 +79,7 @@ def _first_other_set(ours_TK: Tensor, theirs_TK: Tensor) -> int:
 
 
 def _judged(rec: Recording, step: int, layer: int, stage: str, row: int, theirs: Values) -> Flip:
-    alone = Recording(config=rec.config, weights=rec.weights, options=rec.options, steps=[rec.steps[step]])
+    alone = replace(rec, steps=[rec.steps[step]])
     certificate = (_keys if stage == "index_topk" else _experts)(alone, layer)
     ours_X, theirs_X, kind, mine, reference = _compared(rec, step, layer, stage, row, theirs)
     lost = max(reference - mine, key=lambda e: float(theirs_X[e]))

@@ -21,9 +21,9 @@ from dsv32_fast.options import Options
 from dsv32_fast.path import DecodePath, PathConfig, StepOutput
 from dsv32_fast.state import CacheState
 from dsv32_ref import decode as reference
-from dsv32_ref.config import Config
+from dsv32_ref.config import Config, Precision
 from dsv32_ref.state import Model, State
-from dsv32_ref.weights import Weights, assemble, synthetic
+from dsv32_ref.weights import Weights, assemble, quantise, synthetic
 
 SMALL = Config(
     vocab_size=96,
@@ -52,12 +52,15 @@ DECISIONS = ("index_topk", "gate_idx")
 
 
 @functools.cache
-def weights(config: Config = SMALL, seed: int = 0) -> Weights:
-    return assemble(config, synthetic(config, seed))
+def weights(config: Config = SMALL, fp8: bool = False) -> Weights:
+    named = synthetic(config, 0)
+    return assemble(config, quantise(named) if fp8 else named)
 
 
-def path(options: Options, kernels: Kernels, config: Config = SMALL, sizes: PathConfig = PATH) -> DecodePath:
-    return DecodePath(config, weights(config), options, kernels, sizes)
+def path(
+    options: Options, kernels: Kernels, config: Config = SMALL, sizes: PathConfig = PATH, fp8: bool = False
+) -> DecodePath:
+    return DecodePath(config, weights(config, fp8), options, kernels, sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +129,9 @@ def follow(event: Event, state: CacheState | State) -> None:
         state.release(request) if isinstance(state, CacheState) else state.preempt(request)
 
 
-def run_reference(events: list[Event], config: Config = SMALL) -> list[Values]:
+def run_reference(events: list[Event], config: Config = SMALL, fp8: bool = False) -> list[Values]:
     """Every stage of the fp32 reference, free-running."""
-    model = Model(config=config, weights=weights(config))
+    model = Model(config=config, weights=weights(config, fp8))
     state, found = State(model, SLOTS), []
     for event in events:
         trace = reference.Trace()
@@ -207,8 +210,10 @@ def run_fast(
 def record(run: DecodePath, events: list[Event], reference: list[Values] | None) -> Recording:
     """The run of `events`, with the decisions of `reference` where given, ready to be judged."""
     steps, _ = run_fast(run, events, reference and [decisions(step) for step in reference])
-    narrow = run.path.activations == torch.bfloat16
-    return Recording(config=run.config, weights=weights(run.config), options=run.options, steps=steps, narrow=narrow)
+    fp8 = run.weights.layers[0].attn.o.scale is not None
+    precision = Precision(bf16=run.path.activations == torch.bfloat16, linear_fp8=fp8, scale_format="fp32")
+    model = weights(run.config, fp8)
+    return Recording(config=run.config, weights=model, options=run.options, steps=steps, precision=precision)
 
 
 def row_lengths(event: Event, before: Mapping[int, int], topk: int) -> list[int]:

@@ -16,7 +16,7 @@ Legend: T rows, H heads, K top-k, S positions, J indexer heads, I indexer width,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from dsv32_ref.bounds.margins import Certificate
 from dsv32_ref.bounds.stages import StageBounds
 from dsv32_ref.config import Config, Precision
 from dsv32_ref.moe import MlpWeights, MoeWeights
+from dsv32_ref.quant import Matrix
 from dsv32_ref.router import choose_experts
 from dsv32_ref.weights import LayerWeights, Weights
 
@@ -55,16 +56,16 @@ class Recording:
     steps: list[Values]
     gate_store: torch.dtype | None = None
     """What the gate's GEMM stored, where that is not the type of the logits."""
-    narrow: bool = True
-    """bf16 activations."""
+    precision: Precision = field(default_factory=lambda: Precision(bf16=True))
+    """bf16 or fp32 activations; fp8 linears where the weights are fp8."""
 
     @property
     def bounds(self) -> StageBounds:
-        return StageBounds(config=self.config, precision=Precision(bf16=self.narrow), arith=ARITH)
+        return StageBounds(config=self.config, precision=self.precision, arith=ARITH)
 
     def stored(self, x: Approx) -> Approx:
         """A rounding to the activation type."""
-        return stored(x) if self.narrow else x
+        return stored(x) if self.precision.bf16 else x
 
     def of(self, stage: str, layer: int) -> Tensor:
         """[all rows, ...]; columns are padded where steps differ (with -inf in scores)."""
@@ -103,7 +104,7 @@ def values(rec: Recording) -> Iterator[Compared]:
         yield from _attention(rec, w, layer)
         # The sum that the attention norm stored: one fp32 addition and one rounding, the same in every path.
         kept_TM = h_TM.float() + residual_TM.float()
-        kept_TM = kept_TM.bfloat16() if rec.narrow else kept_TM
+        kept_TM = kept_TM.bfloat16() if rec.precision.bf16 else kept_TM
         normed, summed = rec.bounds.add_rms_norm(exact(at("attn_out")), exact(kept_TM), w.ffn_norm)
         yield f"residual {layer}", at("residual"), summed
         yield f"ffn_in {layer}", at("ffn_in"), normed
@@ -125,7 +126,7 @@ def _attention(rec: Recording, w: LayerWeights, layer: int) -> Iterator[Compared
     nope, turned = b.queries(qr_TL, w.attn, positions_T)
     qa_HTC = rec.stored(linear_bounds.matmul(nope.apply(lambda t: t.transpose(0, 1)), uk_HNC, ARITH))
     q_THD = _join(qa_HTC.apply(lambda t: t.transpose(0, 1)), turned)
-    yield f"attn_q {layer}", rec.of("attn_q", layer), q_THD if rec.narrow else stored(q_THD)
+    yield f"attn_q {layer}", rec.of("attn_q", layer), q_THD if rec.precision.bf16 else stored(q_THD)
     yield f"attn_z {layer}", rec.of("attn_z", layer), attended(rec, layer)
     z_HTC = exact(rec.of("attn_z", layer).transpose(0, 1))
     o_HTV = rec.stored(linear_bounds.matmul(z_HTC, uv_HVC.transposed(), ARITH))
@@ -133,8 +134,10 @@ def _attention(rec: Recording, w: LayerWeights, layer: int) -> Iterator[Compared
 
 
 def up_matrices(config: Config, w: LayerWeights) -> tuple[Approx, Approx]:
-    assert isinstance(w.attn.wkv_b, Tensor)
-    per_head = w.attn.wkv_b.reshape(config.n_heads, -1, config.kv_lora_rank)
+    """UK and UV; of block fp8 the values that a product in fp32 and one rounding to bf16 give."""
+    matrix = w.attn.wkv_b
+    dense = matrix if isinstance(matrix, Tensor) else matrix.dequantise(torch.float32).bfloat16()
+    per_head = dense.reshape(config.n_heads, -1, config.kv_lora_rank)
     return exact(per_head[:, : config.qk_nope_head_dim]), exact(per_head[:, config.qk_nope_head_dim :])
 
 
@@ -233,11 +236,16 @@ def mixture(rec: Recording, x_TM: Approx, chosen_TK: Tensor, weights_TK: Approx,
 
 
 def _routed_expert(rec: Recording, x_TM: Approx, w: MlpWeights) -> Approx:
-    assert isinstance(w.w1, Tensor)
-    assert isinstance(w.w2, Tensor)
-    assert isinstance(w.w3, Tensor)
-    gate, up = (linear_bounds.linear(x_TM, exact(part), ARITH) for part in (w.w1, w.w3))
-    return linear_bounds.linear(rec.stored(mul(silu(gate, ARITH), up, ARITH)), exact(w.w2), ARITH)
+    gate, up = (_unrounded(rec, x_TM, part) for part in (w.w1, w.w3))
+    return _unrounded(rec, rec.stored(mul(silu(gate, ARITH), up, ARITH)), w.w2)
+
+
+def _unrounded(rec: Recording, x: Approx, weight: Matrix) -> Approx:
+    """A linear whose fp32 sum is not rounded; fp8 costs two more roundings per term, as in `StageBounds.linear`."""
+    if isinstance(weight, Tensor):
+        return linear_bounds.linear(x, exact(weight), ARITH)
+    dense = exact(weight.dequantise(torch.float64))
+    return linear_bounds.linear(rec.bounds.quantised(x), dense, ARITH, roundings=2)
 
 
 def expert_choices(rec: Recording, layer: int) -> Certificate:

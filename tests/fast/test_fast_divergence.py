@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from divergence import divergence, first_flip
@@ -49,7 +51,7 @@ def _spoilt(rec: Recording, stage: str) -> Recording:
     best = max(chosen[row].tolist(), key=lambda e: float(scores[e]))
     chosen[row][chosen[row] == best] = min(outside, key=lambda e: float(scores[e]))
     steps[number][stage, MOE_LAYER] = chosen
-    return Recording(config=rec.config, weights=rec.weights, options=rec.options, steps=steps)
+    return replace(rec, steps=steps)
 
 
 @pytest.mark.parametrize("stage", ["index_topk", "gate_idx"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import Recorded
-from fast_worlds import PATH, SMALL, Event, Values, path, record, run_reference, schedule, stale_rows, weights
+from fast_worlds import PATH, SMALL, Event, Values, path, record, run_reference, schedule, stale_rows
 from stage_bounds import Recording, expert_choices, values
 
 from dsv32_fast.kernels.mounted import EMULATION
@@ -13,6 +15,7 @@ from dsv32_fast.kernels.protocol import Kernels
 from dsv32_fast.options import PRESETS, Options
 from dsv32_fast.path import PathConfig
 from dsv32_ref.bounds import certify_topk, judge
+from dsv32_ref.config import GOLDEN
 from dsv32_ref.indexer import select_topk
 
 OPTIONS = {
@@ -107,14 +110,23 @@ def test_fp32_activations_leave_only_the_roundings_of_kernels_and_caches(
     assert_within_bounds(rec)
 
 
+def test_fp8_weights(kernels: Kernels) -> None:
+    """The world of the recorded decodes in block fp8: linears in whole blocks of 128, and the generic router kernel."""
+    events = schedule(12, config=GOLDEN)
+    run = path(PRESETS["vllm026"], kernels, GOLDEN, fp8=True)
+    rec = record(run, events, run_reference(events, GOLDEN, fp8=True))
+    assert rec.precision.linear_fp8
+    assert_within_bounds(rec)
+    assert_choices_legal(rec)
+
+
 def test_the_gate_may_store_bf16_and_widen_it(events: list[Event], reference: list[Values]) -> None:
     sizes = PathConfig(max_num_batched_tokens=64, page_size=16, gate_gemm="bf16")
     rec = record(path(Options(), EMULATION, sizes=sizes), events[:15], reference[:15])
     logits_TE = rec.of("gate_logits", MOE_LAYER)
     assert logits_TE.dtype == torch.float32
     assert torch.equal(logits_TE, logits_TE.bfloat16().float())
-    rounded = Recording(config=SMALL, weights=weights(), options=Options(), steps=rec.steps, gate_store=torch.bfloat16)
-    assert_within_bounds(rounded)
+    assert_within_bounds(replace(rec, gate_store=torch.bfloat16))
 
 
 @pytest.mark.parametrize(
