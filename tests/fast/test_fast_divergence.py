@@ -18,9 +18,9 @@ MOE_LAYER = 1
 
 @pytest.mark.parametrize("name", ["baseline", "pr47766"])
 def test_the_first_difference_is_a_certified_flip(name: str, events: list[Event], reference: list[Values]) -> None:
-    rec = record(path(PRESETS[name], EMULATION), events, None)
-    found = divergence(rec, reference)
-    assert found.first is not None, "50 steps with random weights flip somewhere"
+    events, reference = events[:20], reference[:20]
+    found = divergence(record(path(PRESETS[name], EMULATION), events, None), reference)
+    assert found.first is not None, "20 steps with random weights flip somewhere"
     assert found.first.certified, found.first
     assert found.first.margin >= 0
     # The pair changed places, so its scores moved by the margin or more; the kernel's fp32 scores of at most 16 may

@@ -29,7 +29,6 @@ OPTIONS = {
     "on": PRESETS["vllm026"],
 }
 MOE_LAYER = 1
-_alone = pytest.mark.nightly
 
 
 def assert_within_bounds(rec: Recording, misled: list[list[bool]] | None = None) -> None:
@@ -59,10 +58,14 @@ def assert_choices_legal(rec: Recording) -> None:
     assert certificate.passed, certificate.describe("gate_idx")
 
 
+EQUAL_TO_OFF = ("pr47766 key", "tail clears")
+"""Options that change no bit of a run: judged by equality, and by the bounds at night."""
+
+
 @pytest.mark.parametrize(
     ("kernels", "name"),
-    [("emulated", name) for name in OPTIONS]
-    + [pytest.param("mounted", name, marks=() if name in ("off", "on") else _alone) for name in OPTIONS],
+    [pytest.param("emulated", n, marks=pytest.mark.nightly if n in EQUAL_TO_OFF else ()) for n in OPTIONS]
+    + [pytest.param("mounted", n, marks=() if n == "on" else pytest.mark.nightly) for n in OPTIONS],
     indirect=["kernels"],
 )
 def test_every_stage_of_50_steps_is_within_its_bound(
@@ -90,9 +93,10 @@ def test_the_schedule_reaches_every_case(events: list[Event], reference: list[Va
     assert longest > 2 * topk, "sparse rows"
 
 
-@pytest.mark.parametrize("name", ["pr47766 key", "tail clears"])
+@pytest.mark.parametrize("name", EQUAL_TO_OFF)
 def test_a_sound_cache_and_tail_clears_change_no_bit(name: str, recorded: Recorded) -> None:
-    (plain, _), (changed, _) = recorded(EMULATION, Options()), recorded(EMULATION, OPTIONS[name])
+    (plain, _), (changed, counts) = recorded(EMULATION, Options()), recorded(EMULATION, OPTIONS[name])
+    assert (counts.plan_launches < counts.builds) == (OPTIONS[name].key != "none")
     for step, (one, other) in enumerate(zip(plain.steps, changed.steps, strict=True)):
         for key in one:
             assert torch.equal(_bits(one[key]), _bits(other[key])), f"step {step}: {key}"
@@ -132,9 +136,11 @@ def test_the_gate_may_store_bf16_and_widen_it(events: list[Event], reference: li
 @pytest.mark.parametrize(
     "stage", ["latent", "index_q", "attn_q", "attn_z", "attn_out", "gate_logits", "ffn_out", "residual"]
 )
-def test_a_wrong_stage_is_seen(stage: str, events: list[Event], reference: list[Values]) -> None:
+def test_a_wrong_stage_is_seen(stage: str, recorded: Recorded) -> None:
     """The comparison itself: one element of one row off by a sixteenth of the stage's largest value."""
-    rec = record(path(Options(), EMULATION), events[:6], reference[:6])
+    whole, _ = recorded(EMULATION, Options())
+    rec = replace(whole, steps=[dict(step) for step in whole.steps[:6]])
+    assert_within_bounds(rec)
     value = rec.steps[3][stage, MOE_LAYER]
     spoilt = value.clone().float()
     spoilt[0].view(-1)[0] += value.float().abs().max() / 16
