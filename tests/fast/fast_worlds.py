@@ -1,7 +1,7 @@
-"""A small world with the router shape of the optimised kernel, a schedule of mixed steps, and runs of both paths on it.
+"""A small world with the router shape of the optimised kernel, a schedule of mixed steps, and both paths run on it.
 
-The schedule is drawn by seed: prompts in chunks, plain decode, drafts of which some are rejected, requests that come and
-go, lengths on both sides of topk, and padded steps.
+The schedule is drawn by seed: prompts in chunks, plain decode, drafts of which some are rejected, requests that come
+and go, lengths on both sides of topk, and padded steps.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from stage_bounds import Recording, Values
 from torch import Tensor
 
 from dsv32_fast.kernels.emulated.cache import read_keys
@@ -20,9 +21,9 @@ from dsv32_fast.options import Options
 from dsv32_fast.path import DecodePath, PathConfig, StepOutput
 from dsv32_fast.state import CacheState
 from dsv32_ref import decode as reference
-from dsv32_ref.config import Config
+from dsv32_ref.config import Config, Precision
 from dsv32_ref.state import Model, State
-from dsv32_ref.weights import Weights, assemble, synthetic
+from dsv32_ref.weights import Weights, assemble, quantise, synthetic
 
 SMALL = Config(
     vocab_size=96,
@@ -51,12 +52,15 @@ DECISIONS = ("index_topk", "gate_idx")
 
 
 @functools.cache
-def weights(config: Config = SMALL, seed: int = 0) -> Weights:
-    return assemble(config, synthetic(config, seed))
+def weights(config: Config = SMALL, fp8: bool = False) -> Weights:
+    named = synthetic(config, 0)
+    return assemble(config, quantise(named) if fp8 else named)
 
 
-def path(options: Options, kernels: Kernels, config: Config = SMALL, sizes: PathConfig = PATH) -> DecodePath:
-    return DecodePath(config, weights(config), options, kernels, sizes)
+def path(
+    options: Options, kernels: Kernels, config: Config = SMALL, sizes: PathConfig = PATH, fp8: bool = False
+) -> DecodePath:
+    return DecodePath(config, weights(config, fp8), options, kernels, sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,16 +78,21 @@ class Event:
 
 
 def schedule(steps: int, seed: int = 0, config: Config = SMALL) -> list[Event]:
+    """Ten steps of traffic, then ten in which only requests at or beyond topk go on, one token each, and so on."""
     rng = np.random.default_rng(seed)
     lengths: dict[int, int] = {}
     waiting: dict[int, int] = {}
     events: list[Event] = []
     newest = 0
-    for _ in range(steps):
-        if len(lengths) < 4 and rng.random() < 0.7 or not lengths:
+    for number in range(steps):
+        calm = number % 20 >= 10
+        if not lengths or (len(lengths) < 4 and not calm and rng.random() < 0.7):
             lengths[newest], waiting[newest] = 0, int(rng.integers(1, 30))
             newest += 1
-        counts = {r: _tokens_of(r, waiting, rng) for r in lengths}
+        if calm:
+            counts = {r: int(n >= config.index_topk) for r, n in lengths.items()}
+        else:
+            counts = {r: _tokens_of(r, waiting, rng) for r in lengths}
         tokens = {r: tuple(rng.integers(0, config.vocab_size, n).tolist()) for r, n in counts.items()}
         truncate = {}
         for r, n in counts.items():
@@ -91,9 +100,10 @@ def schedule(steps: int, seed: int = 0, config: Config = SMALL) -> list[Event]:
             if r not in waiting and n > 1 and rng.random() < 0.6:
                 lengths[r] -= int(rng.integers(1, n))
                 truncate[r] = lengths[r]
-        release = tuple(r for r in lengths if r not in waiting and (lengths[r] > 70 or rng.random() < 0.04))
+        ended = tuple(r for r in lengths if r not in waiting and (lengths[r] > 60 or rng.random() < 0.04))
+        release = () if calm else ended
         rows = sum(counts.values())
-        padded = -(-max(rows, 1) // 8) * 8 if rng.random() < 0.5 else 0
+        padded = -(-max(rows, 1) // 8) * 8 if calm or rng.random() < 0.5 else 0
         events.append(Event(tokens=tokens, padded_rows=padded, truncate=truncate, release=release))
         for r in release:
             del lengths[r]
@@ -119,12 +129,9 @@ def follow(event: Event, state: CacheState | State) -> None:
         state.release(request) if isinstance(state, CacheState) else state.preempt(request)
 
 
-Values = dict[tuple[str, int], Tensor]
-
-
-def run_reference(events: list[Event], config: Config = SMALL) -> list[Values]:
+def run_reference(events: list[Event], config: Config = SMALL, fp8: bool = False) -> list[Values]:
     """Every stage of the fp32 reference, free-running."""
-    model = Model(config=config, weights=weights(config))
+    model = Model(config=config, weights=weights(config, fp8))
     state, found = State(model, SLOTS), []
     for event in events:
         trace = reference.Trace()
@@ -198,3 +205,44 @@ def run_fast(
         outputs.append(out)
         follow(event, state)
     return found, outputs
+
+
+def record(run: DecodePath, events: list[Event], reference: list[Values] | None) -> Recording:
+    """The run of `events`, with the decisions of `reference` where given, ready to be judged."""
+    steps, _ = run_fast(run, events, reference and [decisions(step) for step in reference])
+    fp8 = run.weights.layers[0].attn.o.scale is not None
+    precision = Precision(bf16=run.path.activations == torch.bfloat16, linear_fp8=fp8, scale_format="fp32")
+    model = weights(run.config, fp8)
+    return Recording(config=run.config, weights=model, options=run.options, steps=steps, precision=precision)
+
+
+def row_lengths(event: Event, before: Mapping[int, int], topk: int) -> list[int]:
+    """KV length of each row, padding included, from the number of tokens that each request had."""
+    lengths = [min(before.get(r, 0) + j + 1, topk) for r, ids in event.tokens.items() for j in range(len(ids))]
+    return lengths + [0] * (event.padded_rows - len(lengths))
+
+
+def stale_rows(events: list[Event], topk: int) -> list[list[bool]]:
+    """Which live rows of each step a plan kept by the key of #42982 sends to another part of the gather list.
+
+    Written from the pull request's key alone, without the builder: rows, largest query length, and min(seq, topk) of
+    each request. A row is misled where the window that the kept plan has for it is not its own.
+    """
+    before: dict[int, int] = {}
+    key: object = None
+    planned: list[int] = []
+    found = []
+    for event in events:
+        lengths = row_lengths(event, before, topk)
+        seqs = [before.get(r, 0) + len(ids) for r, ids in event.tokens.items()]
+        longest = max((len(ids) for ids in event.tokens.values()), default=0)
+        new = (len(lengths), longest, tuple(min(s, topk) for s in seqs))
+        if new != key:
+            key, planned = new, lengths
+        ends, planned_ends = np.cumsum(lengths), np.cumsum(planned)
+        other = (ends != planned_ends) | (np.array(lengths) != np.array(planned))
+        found.append([bool(flag) for flag in other[: event.rows]])
+        before |= dict(zip(event.tokens, seqs, strict=True)) | dict(event.truncate)
+        for r in event.release:
+            del before[r]
+    return found

@@ -1,7 +1,7 @@
 """What each stage of the optimised path may return, from the inputs that the path itself recorded (layer-local).
 
-`StageBounds` covers the rounding points that the path shares with the reference (every linear, norm, RoPE and MLP output
-rounded once to bf16). Where the path rounds elsewhere the pair is composed here from the same proven pieces:
+`StageBounds` covers the rounding points that the path shares with the reference (every linear, norm, RoPE and MLP
+output rounded once to bf16). Where the path rounds elsewhere the pair is composed here from the same proven pieces:
 - index_q, index_w: no Hadamard rotation; head weights come from a product rounded to bf16.
 - index_score: fp32 arithmetic on the recorded fp8 operands, one batch of keys per row.
 - attn_z: scores in fp32, softmax in fp32 with P rounded to bf16 before it is normalised, merged from at most one
@@ -16,10 +16,9 @@ Legend: T rows, H heads, K top-k, S positions, J indexer heads, I indexer width,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from fast_worlds import Values
 from torch import Tensor
 
 from dsv32_fast.options import Options
@@ -36,9 +35,12 @@ from dsv32_ref.bounds.margins import Certificate
 from dsv32_ref.bounds.stages import StageBounds
 from dsv32_ref.config import Config, Precision
 from dsv32_ref.moe import MlpWeights, MoeWeights
+from dsv32_ref.quant import Matrix
 from dsv32_ref.router import choose_experts
 from dsv32_ref.weights import LayerWeights, Weights
 
+Values = dict[tuple[str, int], Tensor]
+"""What one step recorded, by stage and layer."""
 Compared = tuple[str, Tensor, Approx]
 """Stage, what the path computed, what it may."""
 ARITH = Arithmetic()
@@ -54,10 +56,16 @@ class Recording:
     steps: list[Values]
     gate_store: torch.dtype | None = None
     """What the gate's GEMM stored, where that is not the type of the logits."""
+    precision: Precision = field(default_factory=lambda: Precision(bf16=True))
+    """bf16 or fp32 activations; fp8 linears where the weights are fp8."""
 
     @property
     def bounds(self) -> StageBounds:
-        return StageBounds(config=self.config, precision=Precision(bf16=True), arith=ARITH)
+        return StageBounds(config=self.config, precision=self.precision, arith=ARITH)
+
+    def stored(self, x: Approx) -> Approx:
+        """A rounding to the activation type."""
+        return stored(x) if self.precision.bf16 else x
 
     def of(self, stage: str, layer: int) -> Tensor:
         """[all rows, ...]; columns are padded where steps differ (with -inf in scores)."""
@@ -95,7 +103,8 @@ def values(rec: Recording) -> Iterator[Compared]:
         yield f"attn_in {layer}", at("attn_in"), normed
         yield from _attention(rec, w, layer)
         # The sum that the attention norm stored: one fp32 addition and one rounding, the same in every path.
-        kept_TM = (h_TM.float() + residual_TM.float()).bfloat16()
+        kept_TM = h_TM.float() + residual_TM.float()
+        kept_TM = kept_TM.bfloat16() if rec.precision.bf16 else kept_TM
         normed, summed = rec.bounds.add_rms_norm(exact(at("attn_out")), exact(kept_TM), w.ffn_norm)
         yield f"residual {layer}", at("residual"), summed
         yield f"ffn_in {layer}", at("ffn_in"), normed
@@ -104,7 +113,7 @@ def values(rec: Recording) -> Iterator[Compared]:
     final, _ = rec.bounds.add_rms_norm(exact(h_TM), exact(residual_TM), rec.weights.norm)
     yield "final_norm", rec.of("final_norm", -1), final
     head = rec.bounds.head(exact(rec.of("final_norm", -1)), rec.weights.head)
-    yield "logits", rec.of("logits", -1), stored(head)
+    yield "logits", rec.of("logits", -1), rec.stored(head)
 
 
 def _attention(rec: Recording, w: LayerWeights, layer: int) -> Iterator[Compared]:
@@ -112,20 +121,23 @@ def _attention(rec: Recording, w: LayerWeights, layer: int) -> Iterator[Compared
     a_TM = exact(rec.of("attn_in", layer))
     qr_TL = b.query_latent(a_TM, w.attn)
     yield f"latent {layer}", rec.of("latent", layer), b.latents(a_TM, w.attn, positions_T)
-    yield from _indexer(rec, w, layer, a_TM, qr_TL)
+    yield from _indexer(rec, w, layer)
     uk_HNC, uv_HVC = up_matrices(rec.config, w)
     nope, turned = b.queries(qr_TL, w.attn, positions_T)
-    qa_HTC = stored(linear_bounds.matmul(nope.apply(lambda t: t.transpose(0, 1)), uk_HNC, ARITH))
-    yield f"attn_q {layer}", rec.of("attn_q", layer), _join(qa_HTC.apply(lambda t: t.transpose(0, 1)), turned)
+    qa_HTC = rec.stored(linear_bounds.matmul(nope.apply(lambda t: t.transpose(0, 1)), uk_HNC, ARITH))
+    q_THD = _join(qa_HTC.apply(lambda t: t.transpose(0, 1)), turned)
+    yield f"attn_q {layer}", rec.of("attn_q", layer), q_THD if rec.precision.bf16 else stored(q_THD)
     yield f"attn_z {layer}", rec.of("attn_z", layer), attended(rec, layer)
     z_HTC = exact(rec.of("attn_z", layer).transpose(0, 1))
-    o_HTV = stored(linear_bounds.matmul(z_HTC, uv_HVC.transposed(), ARITH))
+    o_HTV = rec.stored(linear_bounds.matmul(z_HTC, uv_HVC.transposed(), ARITH))
     yield f"attn_out {layer}", rec.of("attn_out", layer), b.output(o_HTV.apply(lambda t: t.transpose(0, 1)), w.attn)
 
 
 def up_matrices(config: Config, w: LayerWeights) -> tuple[Approx, Approx]:
-    assert isinstance(w.attn.wkv_b, Tensor)
-    per_head = w.attn.wkv_b.reshape(config.n_heads, -1, config.kv_lora_rank)
+    """UK and UV; of block fp8 the values that a product in fp32 and one rounding to bf16 give."""
+    matrix = w.attn.wkv_b
+    dense = matrix if isinstance(matrix, Tensor) else matrix.dequantise(torch.float32).bfloat16()
+    per_head = dense.reshape(config.n_heads, -1, config.kv_lora_rank)
     return exact(per_head[:, : config.qk_nope_head_dim]), exact(per_head[:, config.qk_nope_head_dim :])
 
 
@@ -140,23 +152,32 @@ def attended(rec: Recording, layer: int) -> Approx:
     return stored(attend(scores, kv_TKD.apply(lambda t: t[..., : rec.config.kv_lora_rank]), ARITH, form)[0])
 
 
-def _indexer(rec: Recording, w: LayerWeights, layer: int, a_TM: Approx, qr_TL: Approx) -> Iterator[Compared]:
-    b, config, index = rec.bounds, rec.config, w.indexer
-    heads, positions_T = config.index_n_heads, rec.of("positions", -1)
-    q_TJI = b.linear(qr_TL, index.wq_b).apply(lambda t: t.reshape(len(t), heads, -1))
+def index_pairs(rec: Recording, layer: int) -> tuple[Approx, Approx]:
+    """Queries [T, J, I], dequantised, and head weights [T, J] without the query scales, from the layer's input."""
+    b, config, index = rec.bounds, rec.config, rec.weights.layers[layer].indexer
+    a_TM = exact(rec.of("attn_in", layer))
+    qr_TL = b.query_latent(a_TM, rec.weights.layers[layer].attn)
+    q_TJI = b.linear(qr_TL, index.wq_b).apply(lambda t: t.reshape(len(t), config.index_n_heads, -1))
+    weights_TJ = b.linear(a_TM, index.weights_proj)
+    for width in (config.index_head_dim, config.index_n_heads):
+        weights_TJ = scale_by(weights_TJ, width**-0.5, ARITH)
+    return _fp8_head(rec, q_TJI, amax_floor=1e-10), weights_TJ
+
+
+def _indexer(rec: Recording, w: LayerWeights, layer: int) -> Iterator[Compared]:
+    b, config, index, positions_T = rec.bounds, rec.config, w.indexer, rec.of("positions", -1)
     scale_TJ, w_TJ = rec.of("index_q_scale", layer), rec.of("index_w", layer)
-    computed = rec.of("index_q", layer).double() * scale_TJ.double()[..., None]
-    yield f"index_q {layer}", computed, _fp8_head(rec, q_TJI, amax_floor=1e-10)
-    plain = mul(b.linear(a_TM, index.weights_proj), exact(scale_TJ), ARITH)
-    for width in (config.index_head_dim, heads):
-        plain = scale_by(plain, width**-0.5, ARITH)
-    yield f"index_w {layer}", w_TJ, plain
+    q_TJI, weights_TJ = index_pairs(rec, layer)
+    yield f"index_q {layer}", rec.of("index_q", layer).double() * scale_TJ.double()[..., None], q_TJI
+    yield f"index_w {layer}", w_TJ, mul(weights_TJ, exact(scale_TJ), ARITH)
     gain, bias = exact(index.k_norm_weight), exact(index.k_norm_bias)
-    normed = norm_bounds.layer_norm(b.linear(a_TM, index.wk), gain, bias, config.norm_eps, ARITH)
+    normed = norm_bounds.layer_norm(
+        b.linear(exact(rec.of("attn_in", layer)), index.wk), gain, bias, config.norm_eps, ARITH
+    )
     own = torch.arange(len(positions_T)), positions_T
     keys, scales = rec.of("keys", layer), rec.of("key_scales", layer)
     cached = keys[own].double() * scales[own].double()[:, None]
-    yield f"index_key {layer}", cached, _fp8_head(rec, stored(normed), amax_floor=1e-4)
+    yield f"index_key {layer}", cached, _fp8_head(rec, rec.stored(normed), amax_floor=1e-4)
     scores = index_scores(exact(rec.of("index_q", layer)), exact(w_TJ), exact(keys), exact(scales))
     seen = torch.arange(keys.shape[1]) <= positions_T[:, None]
     computed = rec.of("index_score", layer)
@@ -207,19 +228,24 @@ def mixture(rec: Recording, x_TM: Approx, chosen_TK: Tensor, weights_TK: Approx,
     value, err = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
     for expert in chosen_TK.unique().tolist():
         rows, ranks = torch.where(chosen_TK == expert)
-        part = _routed_expert(x_TM.map(rows), w.experts[expert])
+        part = _routed_expert(rec, x_TM.map(rows), w.experts[expert])
         value[rows, ranks], err[rows, ranks] = part.value, part.err
-    routed = stored(moe_bounds.combine(Approx(value, err), weights_TK, None, ARITH))
+    routed = rec.stored(moe_bounds.combine(Approx(value, err), weights_TK, None, ARITH))
     assert w.shared is not None
-    return stored(add(routed, rec.bounds.mlp(x_TM, w.shared), ARITH))
+    return rec.stored(add(routed, rec.bounds.mlp(x_TM, w.shared), ARITH))
 
 
-def _routed_expert(x_TM: Approx, w: MlpWeights) -> Approx:
-    assert isinstance(w.w1, Tensor)
-    assert isinstance(w.w2, Tensor)
-    assert isinstance(w.w3, Tensor)
-    gate, up = (linear_bounds.linear(x_TM, exact(part), ARITH) for part in (w.w1, w.w3))
-    return linear_bounds.linear(stored(mul(silu(gate, ARITH), up, ARITH)), exact(w.w2), ARITH)
+def _routed_expert(rec: Recording, x_TM: Approx, w: MlpWeights) -> Approx:
+    gate, up = (_unrounded(rec, x_TM, part) for part in (w.w1, w.w3))
+    return _unrounded(rec, rec.stored(mul(silu(gate, ARITH), up, ARITH)), w.w2)
+
+
+def _unrounded(rec: Recording, x: Approx, weight: Matrix) -> Approx:
+    """A linear whose fp32 sum is not rounded; fp8 costs two more roundings per term, as in `StageBounds.linear`."""
+    if isinstance(weight, Tensor):
+        return linear_bounds.linear(x, exact(weight), ARITH)
+    dense = exact(weight.dequantise(torch.float64))
+    return linear_bounds.linear(rec.bounds.quantised(x), dense, ARITH, roundings=2)
 
 
 def expert_choices(rec: Recording, layer: int) -> Certificate:
@@ -235,6 +261,21 @@ def expert_choices(rec: Recording, layer: int) -> Certificate:
         kept=config.n_limited_groups,
         arith=ARITH,
     )
+
+
+def ideal_biased(rec: Recording, layer: int) -> tuple[Approx, Tensor]:
+    """Biased scores of the ideal fp32 router on the layer's input, and the choice that they call for.
+
+    The error holds what the options permit: logits stored in bf16, and the distance of each bias from its bf16 value.
+    """
+    ffn = rec.weights.layers[layer].ffn
+    assert isinstance(ffn, MoeWeights)
+    logits = rec.bounds.gate_logits(exact(rec.of("ffn_in", layer)), ffn.gate)
+    ideal = choose_experts(logits.value, ffn.gate.bias.double(), rec.config)
+    if torch.bfloat16 in (rec.of("gate_logits", layer).dtype, rec.gate_store):
+        logits = stored(logits)
+    moved = (ffn.gate.bias.double() - rec.bias(layer).double()).abs()
+    return router_bounds.router_scores(logits, Approx(ffn.gate.bias.double(), moved), ARITH)[1], ideal
 
 
 def _join(a: Approx, b: Approx) -> Approx:
