@@ -8,6 +8,7 @@ within bounds in what is divided.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -128,11 +129,17 @@ def workload(spec: TpSpec) -> list[Tokens]:
     return prompts + [{r: tokens(2 if (r, n) == (0, 2) else 1) for r in range(spec.rows)} for n in range(spec.steps)]
 
 
+@functools.lru_cache(maxsize=2)
+def whole_model(config: Config, seed: int) -> Weights:
+    """Synthetic weights; every rank draws the same. Kept, since ranks that are threads can share them."""
+    return assemble(config, synthetic(config, seed))
+
+
 def run_rank(communicator: Communicator, spec: TpSpec) -> RankReport:
     """Everything that one rank does."""
     device = torch.device("cuda", communicator.rank) if spec.backend == "nccl" else torch.device("cpu")
     kernels, report = spec.kernels(communicator.rank), RankReport()
-    weights = place(assemble(spec.config, synthetic(spec.config, spec.seed)), device)
+    weights = place(whole_model(spec.config, spec.seed), device)
     steps = workload(spec)
     cached = _Run(communicator, spec, weights, spec.options, kernels)
     rebuilt = _Run(communicator, spec, weights, msgspec.structs.replace(spec.options, key="none"), kernels)

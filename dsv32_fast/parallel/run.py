@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from dsv32_fast.parallel.communicator import ProcessCommunicator, ThreadCommunicator, Threads
-from dsv32_fast.parallel.rank import RankReport, TpSpec, run_rank
+from dsv32_fast.parallel.rank import RankReport, TpSpec, run_rank, whole_model
 
 Status = Literal["PASSED", "FAILED", "MISTRUSTED", "SKIPPED"]
 _SEVERITY: tuple[Status, ...] = ("SKIPPED", "PASSED", "MISTRUSTED", "FAILED")
@@ -141,6 +141,7 @@ def _in_threads(spec: TpSpec) -> tuple[list[RankReport], list[str]]:
             failures[rank] = _reason(error)
             meeting.barrier.abort()
 
+    whole_model(spec.config, spec.seed)  # once, before all ranks want it
     ranks = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(spec.world)]
     deadline = time.monotonic() + spec.timeout_s
     for thread in ranks:
