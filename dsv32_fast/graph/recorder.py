@@ -74,6 +74,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch does
         self.ops: list[RecordedOp] = []
         self._inside_kernel = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch's switch against importing its compiler for a mode, which takes seconds; nothing is compiled here."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

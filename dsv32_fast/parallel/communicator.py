@@ -16,6 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+class PeerLostError(RuntimeError):
+    """An exchange failed, most likely since another rank is gone."""
+
+
 class Communicator(Protocol):
     """One rank's end."""
 
@@ -59,7 +63,10 @@ class ProcessCommunicator:
         self.progress[self.rank] += 1
         sent = tensor.contiguous().flatten().view(torch.uint8)
         received = [torch.empty_like(sent) for _ in range(self.world)]
-        dist.all_gather(received, sent)
+        try:
+            dist.all_gather(received, sent)
+        except RuntimeError as error:
+            raise PeerLostError(str(error)) from error
         return [part.view(tensor.dtype).view(tensor.shape) for part in received]
 
 

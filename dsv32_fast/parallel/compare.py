@@ -55,7 +55,7 @@ class Comparison:
         for request, ids in tokens.items():
             start = len(self.state.tokens.get(request, ()))
             positions += range(start, start + len(ids))
-        table = rope_table(self.path.config, torch.tensor(positions))
+        table = rope_table(self.path.config, torch.tensor(positions, device=self.path.device))
 
         def tap(stage: str, layer: int, ours: Tensor) -> Tensor:
             if stage in CUT:

@@ -72,6 +72,7 @@ class TpSpec:
     seed: int = 0
     options: Options = PRESETS["pr47766"]
     config: Config = SMALL
+    """On real kernels: 512 + 64 latent dimensions and an index_topk that is a multiple of 128."""
     kernels: Callable[[int], Kernels] = emulated
     """From a rank to its kernels; a function at the top level of a module."""
     backend: str = "gloo"

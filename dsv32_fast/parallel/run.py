@@ -23,10 +23,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from dsv32_fast.parallel.communicator import ProcessCommunicator, ThreadCommunicator, Threads
+from dsv32_fast.parallel.communicator import PeerLostError, ProcessCommunicator, ThreadCommunicator, Threads
 from dsv32_fast.parallel.rank import RankReport, TpSpec, run_rank, whole_model
 
 Status = Literal["PASSED", "FAILED", "MISTRUSTED", "SKIPPED"]
+PEER_LOST = 75
+"""Exit code of a rank that ends because an exchange failed; the cause is another rank."""
 _SEVERITY: tuple[Status, ...] = ("SKIPPED", "PASSED", "MISTRUSTED", "FAILED")
 
 
@@ -175,17 +177,20 @@ def _in_processes(spec: TpSpec) -> tuple[list[RankReport], list[str]]:
 
 def _watch(ranks: Sequence[BaseProcess], timeout_s: float, folder: Path, progress: Sequence[int]) -> list[str]:
     """Wait for all ranks; the first that fails, or those that are silent at the end of the time, by name."""
-    deadline = time.monotonic() + timeout_s
+    deadline, followers = time.monotonic() + timeout_s, list[int]()
     running = {process.sentinel: number for number, process in enumerate(ranks)}
     while running:
         ended = multiprocessing.connection.wait(list(running), max(0.0, deadline - time.monotonic()))
         if not ended:
             return _silent(sorted(running.values()), progress, timeout_s)
         numbers = [running.pop(sentinel) for sentinel in ended if isinstance(sentinel, int)]
+        for r in numbers:
+            ranks[r].join()
+        followers += [r for r in numbers if ranks[r].exitcode == PEER_LOST]
         lost = [text for r in numbers if (text := _lost(r, ranks[r], folder))]
         if lost:
             return lost
-    return []
+    return [f"rank {r}: lost its connection to the others" for r in followers]
 
 
 def _silent(unfinished: list[int], progress: Sequence[int], timeout_s: float) -> list[str]:
@@ -195,11 +200,12 @@ def _silent(unfinished: list[int], progress: Sequence[int], timeout_s: float) ->
 
 
 def _lost(rank: int, process: BaseProcess, folder: Path) -> str:
-    """Why an ended rank is lost; empty if it did its work."""
-    process.join()
+    """Why an ended rank is lost; empty if it did its work, or ended only since another one was lost."""
     failure = folder / f"rank-{rank}.error"
     if failure.exists():
         return f"rank {rank}: {failure.read_text(encoding='utf-8')}"
+    if process.exitcode == PEER_LOST:
+        return ""
     if process.exitcode:
         how = f"killed by signal {-process.exitcode}" if process.exitcode < 0 else f"exit code {process.exitcode}"
         return f"rank {rank}: {how}"
@@ -223,6 +229,8 @@ def _process(rank: int, spec: TpSpec, folder: str, progress: MutableSequence[int
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
     torch.set_num_threads(1)
     try:
+        if spec.backend == "nccl":
+            torch.cuda.set_device(rank)
         dist.init_process_group(
             spec.backend,
             init_method=f"file://{folder}/store",
@@ -233,6 +241,8 @@ def _process(rank: int, spec: TpSpec, folder: str, progress: MutableSequence[int
         report = run_rank(ProcessCommunicator(rank, spec.world, progress), spec)
         Path(folder, f"rank-{rank}.json").write_bytes(msgspec.json.encode(report))
         dist.destroy_process_group()
+    except PeerLostError:
+        os._exit(PEER_LOST)
     except Exception as error:
         _write_failure(Path(folder), rank, error)
         os._exit(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from parallel_worlds import (
@@ -19,7 +21,7 @@ from parallel_worlds import (
 from dsv32_fast.options import PRESETS
 from dsv32_fast.parallel.communicator import ThreadCommunicator, Threads, all_sum
 from dsv32_fast.parallel.rank import RankReport, TpSpec, workload
-from dsv32_fast.parallel.run import _cache, run_tp
+from dsv32_fast.parallel.run import PEER_LOST, _cache, _lost, _silent, run_tp
 
 AGREE, EQUAL, CACHE = range(3)
 
@@ -136,3 +138,21 @@ def test_one_rank_alone_exchanges_nothing():
     alone = ThreadCommunicator(0, Threads(1, 1.0))
     x = torch.ones(2)
     assert all_sum(x, alone) is x
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "why"),
+    [
+        (-9, "rank 3: killed by signal 9"),
+        (2, "rank 3: exit code 2"),
+        (0, "rank 3: ended without a report"),
+        (PEER_LOST, ""),
+    ],
+)
+def test_why_a_rank_is_lost(tmp_path, exit_code, why):
+    """A rank that ends since an exchange failed is not to blame."""
+    assert _lost(3, SimpleNamespace(exitcode=exit_code), tmp_path) == why
+
+
+def test_only_the_rank_that_is_behind_is_silent():
+    assert _silent([0, 1, 3], [7, 6, 0, 7], 9.0) == ["rank 1: no answer within 9 s"]
