@@ -9,9 +9,10 @@ Legend: O output width, N input width, H heads, C latent, V value width, E exper
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from dsv32_fast.options import Options
 from dsv32_ref.config import Config
 from dsv32_ref.weights import LayerWeights, Weights
 
+T = TypeVar("T")
 Shuffle = Callable[[Tensor], Tensor]
 _TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -162,6 +164,22 @@ def pack(config: Config, weights: Weights, options: Options, dtype: torch.dtype,
         norm=weights.norm.float(),
         head=weights.head.to(dtype),
     )
+
+
+def moved(part: T, device: torch.device) -> T:
+    """A copy of packed weights, or any part of them, on `device`."""
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(device)
+        if isinstance(value, tuple):
+            return tuple(visit(item) for item in value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return type(value)(**{field.name: visit(getattr(value, field.name)) for field in dataclasses.fields(value)})
+        return value
+
+    copied: T = visit(part)
+    return copied
 
 
 def _layer(

@@ -22,7 +22,7 @@ from dsv32_fast.kernels.protocol import Kernels
 from dsv32_fast.layers import FP8, Table, add_rms_norm, product, rope_table
 from dsv32_fast.metadata import BuilderConfig, MetadataBuilder, SparseMlaMetadata
 from dsv32_fast.options import Options
-from dsv32_fast.packing import Layer, Moe, Shuffle, natural, pack
+from dsv32_fast.packing import Layer, Moe, Shuffle, moved, natural, pack
 from dsv32_fast.state import Batch, CacheState, Tokens
 from dsv32_ref.config import Config
 from dsv32_ref.weights import Weights
@@ -65,6 +65,8 @@ class PathConfig:
         ValueError: activations that the kernels cannot take.
     """
 
+    device: str = "cpu"
+    """Where weights, caches and buffers live; "cuda" on ROCm too."""
     max_num_batched_tokens: int = 8192
     page_size: int = 64
     activations: torch.dtype = torch.bfloat16
@@ -104,7 +106,7 @@ class Step:
     tap: Tap
 
     def __call__(self, stage: str, layer: int, value: Tensor) -> Tensor:
-        """Shows the live rows of `value` to the tap and puts its answer, in the dtype of `value`, before the rest.
+        """Shows the live rows of `value` to the tap and puts its answer, converted to `value`, in their place.
 
         Raises:
             ValueError: the answer has another shape.
@@ -115,7 +117,7 @@ class Step:
             return value
         if answer.shape != live.shape:
             raise ValueError(f"tap: {stage} of layer {layer} is {tuple(answer.shape)}; give {tuple(live.shape)}")
-        return torch.cat([answer.to(value.dtype), value[self.batch.live :]])
+        return torch.cat([answer.to(value), value[self.batch.live :]])
 
 
 class DecodePath:
@@ -133,8 +135,9 @@ class DecodePath:
         self, config: Config, weights: Weights, options: Options, kernels: Kernels, path: PathConfig | None = None
     ) -> None:
         self.config, self.options, self.kernels, self.path = config, options, kernels, path or PathConfig()
-        self.weights = pack(config, weights, options, self.path.activations, self.path.shuffle)
-        self.device = self.weights.embed.device
+        self.device = torch.device(self.path.device)
+        packed = pack(config, weights, options, self.path.activations, self.path.shuffle)
+        self.weights = moved(packed, self.device)
         self.casts = router.Casts()
         sizes = BuilderConfig(
             num_heads=config.n_heads,

@@ -156,15 +156,15 @@ class Recorder:
     values: Values = field(default_factory=dict)
 
     def __call__(self, stage: str, layer: int, value: Tensor) -> Tensor:
-        self.values[stage, layer] = value.clone()
+        self.values[stage, layer] = value.detach().cpu().clone()
         if stage == "index_score":
             self.values["keys", layer], self.values["key_scales", layer] = self._keys(layer, value.shape[1])
         value = self.forced.get((stage, layer), value)
         if stage == "gate_idx":
-            self.values["routed", layer] = value
+            self.values["routed", layer] = value.cpu()
         if stage == "index_topk":
-            self.values["attended", layer] = value
-            self.values["kv", layer] = self._gathered(layer, value.long())
+            self.values["attended", layer] = value.cpu()
+            self.values["kv", layer] = self._gathered(layer, value.cpu().long())
         return value
 
     def rows(self) -> Iterator[tuple[int, int]]:
@@ -174,7 +174,7 @@ class Recorder:
             yield from ((request, length - len(ids) + j + 1) for j in range(len(ids)))
 
     def _keys(self, layer: int, longest: int) -> tuple[Tensor, Tensor]:
-        cache, state, width = self.state.index[layer], self.state, self.run.config.index_head_dim
+        cache, state, width = self.state.index[layer].cpu(), self.state, self.run.config.index_head_dim
         keys, scales = [], []
         for request, _ in self.rows():
             slots = state.slots(request)
@@ -185,7 +185,7 @@ class Recorder:
         return torch.stack(keys), torch.stack(scales)
 
     def _gathered(self, layer: int, topk_TK: Tensor) -> Tensor:
-        flat = self.state.latent[layer].flatten(0, 1)
+        flat = self.state.latent[layer].cpu().flatten(0, 1)
         rows = [flat[self.state.slots(request)[topk_TK[t].clamp_min(0)]] for t, (request, _) in enumerate(self.rows())]
         return torch.stack(rows).masked_fill((topk_TK < 0)[..., None], 0.0)
 
