@@ -159,8 +159,10 @@ def _written_by_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _refuse_host_reads(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     by_data = torch.Tag.data_dependent_output in func.tags
     by_shape = torch.Tag.dynamic_output_shape in func.tags
-    if by_shape and func is torch.ops.aten.index.Tensor:  # only a mask makes its shape depend on data
-        by_shape = any(index.dtype == torch.bool for index in tensors_in(args[1]))
+    if func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):
+        # Only a mask is a matter of data, and not even that where one value fills it.
+        masked = any(index.dtype == torch.bool for index in tensors_in(args[1]))
+        by_shape = masked and (len(args) < 3 or args[2].numel() != 1)
     if by_shape and kwargs.get("output_size") is not None:
         by_shape = False
     if by_data or by_shape:

@@ -81,6 +81,7 @@ def test_memory_of_the_graph_is_uninitialised_until_the_replay():
         lambda x: bool(x.any()),
         lambda x: x[x > 0],
         lambda x: x.nonzero(),
+        lambda x: x.__setitem__(x > 0, torch.ones(4)),
         lambda x: torch.repeat_interleave(x, x.long()),
     ],
 )
@@ -99,6 +100,14 @@ def test_what_resembles_a_host_read_is_captured():
     x.copy_(torch.arange(4))
     replay()
     assert out.tolist() == [3.0, 2.0, 2.0, 1.0]
+
+
+def test_filling_a_mask_with_one_value_is_captured():
+    x = torch.zeros(4)
+    replay = captured(lambda: x.__setitem__(x > 1, 9.0), x=x)
+    x.copy_(torch.arange(4))
+    replay()
+    assert x.tolist() == [0.0, 1.0, 9.0, 9.0]
 
 
 def test_a_write_to_an_unnamed_tensor_is_refused():
