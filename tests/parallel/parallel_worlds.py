@@ -88,3 +88,37 @@ def sleeps(rank: int) -> Any:
     if rank:
         time.sleep(600)
     return api
+
+
+def router_unsteady(rank: int) -> Any:
+    """Every third choice of rank 0, which is TP 1's, comes with other weights."""
+    calls: list[int] = []
+
+    def defect(result: Any, logits: Any, bias: Any, weights: Any, *rest: Any) -> None:
+        calls.append(1)
+        if len(calls) % 3 == 0:
+            weights.mul_(1.01)
+
+    return api if rank else Wrong("biased_grouped_topk", defect)
+
+
+class PlannerUnsteady:
+    """From the fifth plan on the first row loses a key."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(api, name)
+
+    def get_mla_metadata_v1(self, *args: Any, **kwargs: Any) -> None:
+        api.get_mla_metadata_v1(*args, **kwargs)
+        self._calls += 1
+        if self._calls > 4:
+            work_info_set = args[7]
+            work_info_set[0, 5] -= 1
+
+
+def planner_unsteady(rank: int) -> Any:
+    """A plan made again is not the plan made before."""
+    return PlannerUnsteady()

@@ -13,7 +13,9 @@ from parallel_worlds import (
     dies,
     experts_lost,
     experts_swapped,
+    planner_unsteady,
     refuses,
+    router_unsteady,
     sleeps,
     topk_swapped,
 )
@@ -86,6 +88,18 @@ def test_a_rank_that_computes_something_else(kernels, stage):
     assert result.claims[EQUAL].status == "FAILED"
     assert result.budget_used[stage] > 1
     assert all(used <= 1 for other, used in result.budget_used.items() if other != stage)
+
+
+def test_a_stage_on_all_ranks_that_differs_from_tp_1():
+    claim = run_tp(spec(kernels=router_unsteady, steps=1), threads=True).claims[EQUAL]
+    assert claim.status == "FAILED"
+    assert claim.summary.startswith("stages that are not divided differ: gate_w (")
+
+
+def test_a_plan_that_is_not_the_same_when_made_again():
+    """The first two steps plan twice each; in the third only the path without a cache does."""
+    claim = run_tp(spec(1, kernels=planner_unsteady, steps=2), threads=True).claims[CACHE]
+    assert (claim.status, claim.summary) == ("FAILED", "1 steps differ on rank 0")
 
 
 def test_a_rank_that_fails_is_named():
