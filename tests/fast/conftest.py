@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from fast_worlds import Event, Values, path, record, run_reference, schedule
+from stage_bounds import Recording
+
+from dsv32_fast.kernels.aiter import load
+from dsv32_fast.kernels.mounted import EMULATION, mounted
+from dsv32_fast.kernels.protocol import Kernels
+from dsv32_fast.metadata import BuildCounts
+from dsv32_fast.options import Options
+
+STEPS = 50
+
+
+@pytest.fixture(params=["emulated", "mounted"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+    """The emulation itself, and the adapter to AITER over the emulation mounted as `aiter`."""
+    if request.param == "emulated":
+        yield EMULATION
+        return
+    with mounted():
+        yield load()
+
+
+@pytest.fixture(scope="session")
+def events() -> list[Event]:
+    return schedule(STEPS)
+
+
+@pytest.fixture(scope="session")
+def reference(events: list[Event]) -> list[Values]:
+    return run_reference(events)
+
+
+Recorded = Callable[[Kernels, Options], tuple[Recording, BuildCounts]]
+
+
+@pytest.fixture(scope="session")
+def recorded(events: list[Event], reference: list[Values]) -> Recorded:
+    """The whole schedule under forced decisions, run once per kernels and options; do not change what it returns."""
+    kept: dict[tuple[bool, Options], tuple[Recording, BuildCounts]] = {}
+
+    def run(kernels: Kernels, options: Options) -> tuple[Recording, BuildCounts]:
+        key = kernels is EMULATION, options
+        if key not in kept:
+            made = path(options, kernels)
+            kept[key] = record(made, events, reference), made.builder.counts
+        return kept[key]
+
+    return run

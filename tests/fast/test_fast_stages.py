@@ -1,0 +1,162 @@
+"""Whole decode steps of the optimised path: every stage within its proven bound, every decision a legal one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import Recorded
+from fast_worlds import PATH, SMALL, Event, Values, path, record, run_reference, schedule, stale_rows
+from stage_bounds import Recording, expert_choices, values
+
+from dsv32_fast.kernels.mounted import EMULATION
+from dsv32_fast.kernels.protocol import Kernels
+from dsv32_fast.options import PRESETS, Options
+from dsv32_fast.path import PathConfig
+from dsv32_ref.bounds import certify_topk, judge
+from dsv32_ref.config import GOLDEN
+from dsv32_ref.indexer import select_topk
+
+OPTIONS = {
+    "off": Options(),
+    "logits": Options(logits="bf16"),
+    "bias": Options(bias="bf16"),
+    "pr42982 key": Options(key="pr42982"),
+    "pr47766 key": Options(key="pr47766"),
+    "split cap": Options(split_cap="max_seq_len"),
+    "tail clears": Options(clear="tail"),
+    "on": PRESETS["vllm026"],
+}
+MOE_LAYER = 1
+
+
+def assert_within_bounds(rec: Recording, misled: list[list[bool]] | None = None) -> None:
+    """Every stage within its bound; attention where the plan misleads a row: beyond it, in exactly these rows."""
+    stale_T = torch.tensor([flag for step in misled or [] for flag in step] or [False] * len(rec.of("positions", -1)))
+    for stage, computed, bound in values(rec):
+        if stage.startswith("attn_z"):
+            error = (computed.double() - bound.value).abs()
+            wrong_T = ~(error <= bound.err).flatten(1).all(1)
+            assert torch.equal(wrong_T, stale_T), f"{stage}: rows {(wrong_T != stale_T).nonzero().flatten().tolist()}"
+            computed, bound = computed[~stale_T], bound.apply(lambda t: t[~stale_T])
+        budget = judge(computed, bound)
+        assert budget.passed, budget.describe(stage)
+
+
+def assert_choices_legal(rec: Recording) -> None:
+    """The kernels choose what their own scores call for: exactly in the top-k, within the router's own arithmetic."""
+    lengths_T = rec.of("positions", -1) + 1
+    for layer in range(rec.config.n_layers):
+        scores_TS = rec.of("index_score", layer)
+        best = select_topk(scores_TS, lengths_T, rec.config.index_topk)
+        inside = torch.arange(scores_TS.shape[1]) < lengths_T[:, None]
+        chosen = rec.of("index_topk", layer).long()
+        certificate = certify_topk(scores_TS, torch.zeros_like(scores_TS), best, chosen, valid=inside)
+        assert certificate.passed, certificate.describe(f"index_topk {layer}")
+    certificate = expert_choices(rec, MOE_LAYER)
+    assert certificate.passed, certificate.describe("gate_idx")
+
+
+EQUAL_TO_OFF = ("pr47766 key", "tail clears")
+"""Options that change no bit of a run: judged by equality, and by the bounds at night."""
+
+
+@pytest.mark.parametrize(
+    ("kernels", "name"),
+    [pytest.param("emulated", n, marks=pytest.mark.nightly if n in EQUAL_TO_OFF else ()) for n in OPTIONS]
+    + [pytest.param("mounted", n, marks=() if n == "on" else pytest.mark.nightly) for n in OPTIONS],
+    indirect=["kernels"],
+)
+def test_every_stage_of_50_steps_is_within_its_bound(
+    kernels: Kernels, name: str, recorded: Recorded, events: list[Event]
+) -> None:
+    options = OPTIONS[name]
+    rec, counts = recorded(kernels, options)
+    assert_within_bounds(rec, stale_rows(events, SMALL.index_topk) if options.key == "pr42982" else None)
+    assert_choices_legal(rec)
+    assert counts.builds == len(events)
+    assert counts.plan_launches == counts.builds if options.key == "none" else 0 < counts.plan_launches < counts.builds
+
+
+def test_the_schedule_reaches_every_case(events: list[Event], reference: list[Values]) -> None:
+    topk, rows = SMALL.index_topk, [len(ids) for event in events for ids in event.tokens.values()]
+    lengths = torch.cat([(step["index_topk", 0] >= 0).sum(1) for step in reference])
+    assert {0, 1, 2, 3, 4} <= set(rows), "query lengths of plain decode and drafts"
+    assert max(rows) > PATH.longest_paged, "chunks of prompts"
+    assert bool((lengths < topk).any())
+    assert bool((lengths == topk).any())
+    assert any(event.truncate for event in events)
+    assert any(event.release for event in events)
+    assert any(event.padded_rows > event.rows for event in events)
+    longest = max(step["index_score", 0].shape[1] for step in reference)
+    assert longest > 2 * topk, "sparse rows"
+
+
+@pytest.mark.parametrize("name", EQUAL_TO_OFF)
+def test_a_sound_cache_and_tail_clears_change_no_bit(name: str, recorded: Recorded) -> None:
+    (plain, _), (changed, counts) = recorded(EMULATION, Options()), recorded(EMULATION, OPTIONS[name])
+    assert (counts.plan_launches < counts.builds) == (OPTIONS[name].key != "none")
+    for step, (one, other) in enumerate(zip(plain.steps, changed.steps, strict=True)):
+        for key in one:
+            assert torch.equal(_bits(one[key]), _bits(other[key])), f"step {step}: {key}"
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    return value.nan_to_num(nan=1.5e30) if value.is_floating_point() else value
+
+
+def test_fp32_activations_leave_only_the_roundings_of_kernels_and_caches(
+    kernels: Kernels, events: list[Event], reference: list[Values]
+) -> None:
+    sizes = PathConfig(max_num_batched_tokens=64, page_size=16, activations=torch.float32)
+    rec = record(path(Options(), kernels, sizes=sizes), events[:15], reference[:15])
+    assert_within_bounds(rec)
+
+
+def test_fp8_weights(kernels: Kernels) -> None:
+    """The world of the recorded decodes in block fp8: linears in whole blocks of 128, and the generic router kernel."""
+    events = schedule(12, config=GOLDEN)
+    run = path(PRESETS["vllm026"], kernels, GOLDEN, fp8=True)
+    rec = record(run, events, run_reference(events, GOLDEN, fp8=True))
+    assert rec.precision.linear_fp8
+    assert_within_bounds(rec)
+    assert_choices_legal(rec)
+
+
+def test_the_gate_may_store_bf16_and_widen_it(events: list[Event], reference: list[Values]) -> None:
+    sizes = PathConfig(max_num_batched_tokens=64, page_size=16, gate_gemm="bf16")
+    rec = record(path(Options(), EMULATION, sizes=sizes), events[:15], reference[:15])
+    logits_TE = rec.of("gate_logits", MOE_LAYER)
+    assert logits_TE.dtype == torch.float32
+    assert torch.equal(logits_TE, logits_TE.bfloat16().float())
+    assert_within_bounds(replace(rec, gate_store=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "stage", ["latent", "index_q", "attn_q", "attn_z", "attn_out", "gate_logits", "ffn_out", "residual"]
+)
+def test_a_wrong_stage_is_seen(stage: str, recorded: Recorded) -> None:
+    """The comparison itself: one element of one row off by a sixteenth of the stage's largest value."""
+    whole, _ = recorded(EMULATION, Options())
+    rec = replace(whole, steps=[dict(step) for step in whole.steps[:6]])
+    assert_within_bounds(rec)
+    value = rec.steps[3][stage, MOE_LAYER]
+    spoilt = value.clone().float()
+    spoilt[0].view(-1)[0] += value.float().abs().max() / 16
+    if stage == "index_q":  # stays e4m3 and so must move by more
+        spoilt[0].view(-1)[0] = -448.0 if value[0].view(-1)[0] > 0 else 448.0
+    rec.steps[3][stage, MOE_LAYER] = spoilt.to(value.dtype)
+    with pytest.raises(AssertionError, match=stage):
+        assert_within_bounds(rec)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.parametrize("name", ["off", "pr42982 key", "on"])
+def test_other_schedules(kernels: Kernels, name: str, seed: int) -> None:
+    events = schedule(50, seed)
+    rec = record(path(OPTIONS[name], kernels), events, run_reference(events))
+    misled = stale_rows(events, SMALL.index_topk) if OPTIONS[name].key == "pr42982" else None
+    assert_within_bounds(rec, misled)
+    assert_choices_legal(rec)
