@@ -16,7 +16,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from dsv32_fast.doctor import examine
 from dsv32_fast.options import PRESETS, describe, resolve
+from dsv32_fast.parallel.rank import TpSpec
+from dsv32_fast.parallel.run import run_tp
 from dsv32_fuzz.bench.plan import bench_plan
 from dsv32_fuzz.bench.ref import bench_ref
 from dsv32_fuzz.campaign import PROFILES, campaign, decodes_verdict, plans_verdict
@@ -27,6 +30,7 @@ from dsv32_fuzz.verdict import Status, Verdict, worst
 from dsv32_ref.bounds.utilisation import utilisation
 from dsv32_ref.config import GOLDEN, PRECISIONS
 from dsv32_reports import signoff as signoff_run
+from dsv32_reports.doctor_command import doctor_exit_code, doctor_json, doctor_text
 from dsv32_reports.interrupt import interrupts
 from dsv32_reports.model import EXIT_CODES, EXIT_INTERRUPTED, EXIT_USAGE
 from dsv32_reports.terminal import ProgressListener, print_report
@@ -204,6 +208,41 @@ def bounds(
             table.add_row(row.stage, str(row.elements), f"{row.median:.2g}", f"{row.worst:.2g}")
         Console().print(table)
     return int(any(not row.worst <= 1 for row in rows))
+
+
+@app.command()
+@command
+def doctor(json: Json = False) -> int:
+    """What is installed here (torch, ROCm, AITER, vLLM), and what it can run.
+
+    AITER is read without importing it. Exit 1 if AITER, or a package that goes by its name, cannot be used.
+    """
+    diagnosis = examine()
+    print(doctor_json(diagnosis) if json else doctor_text(diagnosis))
+    return doctor_exit_code(diagnosis)
+
+
+@app.command()
+@command
+def tp(
+    world: Annotated[int, typer.Option(help="Ranks: 1, 2, 4 or 8; the PR's own is 4.")] = 4,
+    rows: Annotated[int, typer.Option(min=1, help="Requests, each with one token per decode step.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and tokens.")] = 0,
+    json: Json = False,
+) -> int:
+    """Run the optimised path tensor-parallel, one process per rank, and hold it against TP 1.
+
+    128 heads and 256 experts as in the real model, the rest small; emulated kernels, gloo. A minute or more.
+    Where AITER ignores the plan (bf16, 16 heads, 32 rows or more) the claim about the cache is SKIPPED.
+    """
+    result = run_tp(TpSpec(world=world, rows=rows, seed=seed))
+    if json:
+        print(msgspec.json.encode(result).decode())
+    else:
+        print(f"{result.status} TP {world}, {result.heads} heads a rank, {rows} rows, evidence level: emulated")
+        for claim in result.claims:
+            print(f"  {claim.status:<10} {claim.name}: {claim.summary}")
+    return EXIT_OF_STATUS[Status(result.status)]
 
 
 @bench.command("ref")

@@ -265,6 +265,17 @@ def test_bounds_print_the_budget_of_every_stage(tmp_path: Path) -> None:
     assert "choose one of fp32" in dsv32("bounds", "--precision", "x", cwd=tmp_path, code=2).stderr
 
 
+def test_doctor_says_what_is_installed(tmp_path: Path) -> None:
+    assert "torch" in dsv32("doctor", cwd=tmp_path, code=0).stdout
+    assert json.loads(dsv32("doctor", "--json", cwd=tmp_path, code=0).stdout)["exit_code"] == 0
+
+
+def test_tensor_parallel_ranks_agree(tmp_path: Path) -> None:
+    result = json.loads(dsv32("tp", "--world", "2", "--rows", "2", "--json", cwd=tmp_path, code=0).stdout)
+    assert [claim["status"] for claim in result["claims"]] == ["PASSED"] * 3
+    assert "world" in dsv32("tp", "--world", "3", cwd=tmp_path, code=2).stderr
+
+
 def test_golden_counts_and_exit_codes(tmp_path: Path) -> None:
     plans = Path(__file__).parents[2] / "fuzz" / "dsv32_fuzz" / "data" / "plans"
     done = dsv32("golden", str(plans / "aiter_e404860_v1.json.gz"), "--json", cwd=tmp_path, code=0)
