@@ -116,7 +116,7 @@ def test_fp32_activations_leave_only_the_roundings_of_kernels_and_caches(
 
 def test_fp8_weights(kernels: Kernels) -> None:
     """The world of the recorded decodes in block fp8: linears in whole blocks of 128, and the generic router kernel."""
-    events = schedule(12, config=GOLDEN)
+    events = schedule(8, config=GOLDEN)
     run = path(PRESETS["vllm026"], kernels, GOLDEN, fp8=True)
     rec = record(run, events, run_reference(events, GOLDEN, fp8=True))
     assert rec.precision.linear_fp8
