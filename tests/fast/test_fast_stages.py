@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import Recorded
-from fast_worlds import PATH, SMALL, Event, Values, path, record, run_reference, schedule, stale_rows
+from fast_worlds import PATH, SMALL, Event, Recorded, Values, path, record, run_reference, schedule, stale_rows
 from stage_bounds import Recording, expert_choices, values
 
 from dsv32_fast.kernels.mounted import EMULATION
