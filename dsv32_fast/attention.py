@@ -88,6 +88,8 @@ def decode(
     q_THD = q_THD.to(torch.bfloat16).repeat_interleave(copies, 1).contiguous()
     shape = (*q_THD.shape[:2], config.kv_lora_rank)
     out_THC = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=q_THD.device)
+    if len(q_THD) == 0:
+        return out_THC[:, ::copies]
     plan = metadata.plan
     kernels.mla_decode_fwd(
         q_THD,

@@ -124,5 +124,5 @@ def rope_half_split(x: Tensor, table: Table) -> Tensor:
 
 def _turn(pairs: tuple[Tensor, ...], table: Table) -> tuple[Tensor, Tensor]:
     a, b = pairs
-    cos, sin = (part.reshape(len(part), *[1] * (a.dim() - 2), -1) for part in table)
+    cos, sin = (part.reshape(len(part), *[1] * (a.dim() - 2), part.shape[1]) for part in table)
     return a * cos - b * sin, a * sin + b * cos

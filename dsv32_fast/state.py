@@ -101,8 +101,10 @@ class CacheState:
         Raises:
             ValueError: the request is unknown, or shorter.
         """
-        if not 0 <= length <= len(self.tokens.get(request, ())):
-            raise ValueError(f"length {length}: request {request} has {len(self.tokens.get(request, ()))} tokens")
+        if request not in self.tokens:
+            raise ValueError(f"request {request} is not here; it cannot be truncated or released")
+        if not 0 <= length <= len(self.tokens[request]):
+            raise ValueError(f"length {length}: request {request} has {len(self.tokens[request])} tokens")
         keep = -(-length // self.page_size)
         self.free += self.pages[request][keep:]
         del self.pages[request][keep:], self.tokens[request][length:]

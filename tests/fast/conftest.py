@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
-from fast_worlds import Event, Values, path, record, run_reference, schedule
+from fast_worlds import Event, Recorded, Values, path, record, run_reference, schedule
 from stage_bounds import Recording
 
 from dsv32_fast.kernels.aiter import load
@@ -33,9 +33,6 @@ def events() -> list[Event]:
 @pytest.fixture(scope="session")
 def reference(events: list[Event]) -> list[Values]:
     return run_reference(events)
-
-
-Recorded = Callable[[Kernels, Options], tuple[Recording, BuildCounts]]
 
 
 @pytest.fixture(scope="session")

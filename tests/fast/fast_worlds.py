@@ -7,7 +7,7 @@ and go, lengths on both sides of topk, and padded steps.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dsv32_fast.kernels.emulated.cache import read_keys
 from dsv32_fast.kernels.protocol import Kernels
+from dsv32_fast.metadata import BuildCounts
 from dsv32_fast.options import Options
 from dsv32_fast.path import DecodePath, PathConfig, StepOutput
 from dsv32_fast.state import CacheState
@@ -48,6 +49,8 @@ SMALL = Config(
 """Experts as in the real model (256 in 8 groups, 4 kept, 8 chosen), everything else small, YaRN on."""
 PATH = PathConfig(max_num_batched_tokens=64, page_size=16)
 SLOTS = 640
+Recorded = Callable[[Kernels, Options], tuple[Recording, BuildCounts]]
+"""The fixture `recorded`: the run of the whole schedule, and what its builder did."""
 DECISIONS = ("index_topk", "gate_idx")
 
 

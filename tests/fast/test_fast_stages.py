@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import Recorded
-from fast_worlds import PATH, SMALL, Event, Values, path, record, run_reference, schedule, stale_rows
+from fast_worlds import PATH, SMALL, Event, Recorded, Values, path, record, run_reference, schedule, stale_rows
 from stage_bounds import Recording, expert_choices, values
 
 from dsv32_fast.kernels.mounted import EMULATION
@@ -29,6 +28,9 @@ OPTIONS = {
     "on": PRESETS["vllm026"],
 }
 MOE_LAYER = 1
+BOTH = pytest.mark.parametrize(
+    "kernels", ["emulated", pytest.param("mounted", marks=pytest.mark.nightly)], indirect=True
+)
 
 
 def assert_within_bounds(rec: Recording, misled: list[list[bool]] | None = None) -> None:
@@ -106,6 +108,7 @@ def _bits(value: torch.Tensor) -> torch.Tensor:
     return value.nan_to_num(nan=1.5e30) if value.is_floating_point() else value
 
 
+@BOTH
 def test_fp32_activations_leave_only_the_roundings_of_kernels_and_caches(
     kernels: Kernels, events: list[Event], reference: list[Values]
 ) -> None:
@@ -114,9 +117,10 @@ def test_fp32_activations_leave_only_the_roundings_of_kernels_and_caches(
     assert_within_bounds(rec)
 
 
+@BOTH
 def test_fp8_weights(kernels: Kernels) -> None:
     """The world of the recorded decodes in block fp8: linears in whole blocks of 128, and the generic router kernel."""
-    events = schedule(12, config=GOLDEN)
+    events = schedule(8, config=GOLDEN)
     run = path(PRESETS["vllm026"], kernels, GOLDEN, fp8=True)
     rec = record(run, events, run_reference(events, GOLDEN, fp8=True))
     assert rec.precision.linear_fp8
@@ -139,8 +143,7 @@ def test_the_gate_may_store_bf16_and_widen_it(events: list[Event], reference: li
 def test_a_wrong_stage_is_seen(stage: str, recorded: Recorded) -> None:
     """The comparison itself: one element of one row off by a sixteenth of the stage's largest value."""
     whole, _ = recorded(EMULATION, Options())
-    rec = replace(whole, steps=[dict(step) for step in whole.steps[:6]])
-    assert_within_bounds(rec)
+    rec = replace(whole, steps=[dict(step) for step in whole.steps[:6]])  # all within their bounds, see above
     value = rec.steps[3][stage, MOE_LAYER]
     spoilt = value.clone().float()
     spoilt[0].view(-1)[0] += value.float().abs().max() / 16

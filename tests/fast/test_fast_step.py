@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -19,7 +20,7 @@ from dsv32_ref import decode as reference
 from dsv32_ref.config import Config
 from dsv32_ref.moe import MoeWeights
 from dsv32_ref.state import Model, State
-from dsv32_ref.weights import assemble, synthetic
+from dsv32_ref.weights import Weights, assemble, synthetic
 
 DEEP = Config(
     vocab_size=16,
@@ -43,14 +44,18 @@ DEEP = Config(
 """The 61 layers of the real model, three of them dense, as thin as they go."""
 
 
+@functools.cache
+def _deep() -> Weights:
+    return assemble(DEEP, synthetic(DEEP, 0))
+
+
 @pytest.mark.parametrize(("logits", "casts"), [("fp32", 58), ("bf16", 0)])
 @pytest.mark.parametrize("gemm", ["fp32", "bf16"])
 def test_router_casts_per_step(logits: Literal["fp32", "bf16"], casts: int, gemm: Literal["fp32", "bf16"]) -> None:
     """One bf16-to-fp32 cast per mixture layer: the 58 launches per step that #42982 removed (61 layers less 3)."""
     assert (DEEP.n_layers, DEEP.n_dense_layers) == (61, 3)
-    deep = assemble(DEEP, synthetic(DEEP, 0))
     sizes = PathConfig(max_num_batched_tokens=8, page_size=16, gate_gemm=gemm)
-    run = DecodePath(DEEP, deep, Options(logits=logits), EMULATION, sizes)
+    run = DecodePath(DEEP, _deep(), Options(logits=logits), EMULATION, sizes)
     state = run.new_state(32)
     for step, tokens in enumerate(({0: (1, 2), 1: (3,)}, {0: (4,), 1: (5,)}), 1):
         run.decode(state, tokens)
@@ -115,6 +120,23 @@ def test_a_prompt_in_chunks_leaves_the_same_caches(kernels: Kernels, chunk: int)
     assert out.logits.shape == (1, SMALL.vocab_size)
 
 
+@pytest.mark.parametrize(("tokens", "padded"), [({}, 0), ({}, 8), ({0: ()}, 8), ({0: (), 1: (5,)}, 8)])
+def test_steps_with_little_or_nothing_in_them(
+    kernels: Kernels, tokens: dict[int, tuple[int, ...]], padded: int
+) -> None:
+    """Idle steps and idle requests (as a data-parallel rank has them) leave the caches alone and give NaN logits."""
+    run = path(Options(), kernels)
+    state = run.new_state(64)
+    run.decode(state, {0: (1, 2, 3)})
+    slots = state.slots(0)
+    before = state.latent[0].flatten(0, 1)[slots].clone()
+    out = run.decode(state, tokens, padded_rows=padded)
+    assert out.final_norm.shape == (sum(len(ids) for ids in tokens.values()), SMALL.dim)
+    for row, ids in zip(out.logits, tokens.values(), strict=True):
+        assert bool(row.isnan().all()) == (len(ids) == 0)
+    assert torch.equal(state.latent[0].flatten(0, 1)[slots], before)
+
+
 def test_a_stage_can_be_replaced(kernels: Kernels) -> None:
     """The reference's value of a stage goes on in the path, in the path's type."""
 
@@ -175,8 +197,13 @@ def test_other_bad_input_is_refused() -> None:
         PathConfig(activations=torch.float16)
     with pytest.raises(ValueError, match="n_slots 0 and page_size 16 must be positive"):
         run.new_state(0)
-    with pytest.raises(ValueError, match="length 5: request 3 has 0 tokens"):
-        run.new_state(64).truncate(3, 5)
+    state = run.new_state(64)
+    for change in (lambda: state.truncate(3, 0), lambda: state.release(3)):
+        with pytest.raises(ValueError, match="request 3 is not here"):
+            change()
+    run.decode(state, {3: (1, 2)})
+    with pytest.raises(ValueError, match="length 5: request 3 has 2 tokens"):
+        state.truncate(3, 5)
     three = SMALL.replace(n_heads=3)
     odd = DecodePath(three, assemble(three, synthetic(three, 0)), Options(), EMULATION, PATH)
     with pytest.raises(ValueError, match="n_heads 3 does not divide 16"):
