@@ -65,7 +65,7 @@ def _contract(
     growth = arith.growth((n if depth is None else depth + 1) + roundings)
     magnitude = product(a.high, b.high)
     propagated = magnitude - product(a.value.abs(), b.value.abs())
-    partial = roundings * partial_underflow(a, b, arith)
+    partial = roundings * partial_underflow(a, b, arith) if roundings else 0.0
     underflow = n * (1.0 + growth) * (arith.eta_mul + arith.eta_add + partial)
     err = growth * magnitude + propagated.clamp(min=0.0) + underflow
     return arith.result(product(a.value, b.value), err, (1.0 + growth) * magnitude)

@@ -104,7 +104,7 @@ class StageBounds:
         return self._softmax(plain, c_TKC, valid_TK[:, None, :])
 
     def _softmax(self, plain: Approx, v: Approx, valid: Tensor) -> tuple[Approx, Approx]:
-        """Scaled, masked softmax of scores [..., K] times values [..., K, C], and the LSE; weights stored normalised."""
+        """Softmax of scaled, masked scores [..., K] times v [..., K, C], and the LSE; weights are stored normalised."""
         scores = self.stored(scale_by(plain, self.config.softmax_scale, self.arith))
         outside = ~valid.expand(scores.value.shape)
         scores = Approx(scores.value.masked_fill(outside, -torch.inf), scores.err.masked_fill(outside, 0.0))
