@@ -121,7 +121,7 @@ class Recording:
         rows = torch.cat([torch.from_numpy(part[:, start:stop]) for part in parts if part is not None], -1).flatten(
             0, 1
         )
-        return rows[:, 0] if stage == "index_scale" else rows
+        return rows.reshape(-1) if stage == "index_scale" else rows
 
     def _visible(self, recorded_TK: Tensor, positions_T: Tensor) -> Tensor:
         """The recorded top-k padded to `index_topk` with -1; entries in a row's future are fillers and are dropped."""
