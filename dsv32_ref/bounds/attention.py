@@ -202,15 +202,21 @@ def attend_like(
     Unless they are normalised, stored weights depend on the computed maximum, whose error then joins every exponent.
     """
     if normalise_first:
-        return matmul(_shares_like(scores_HK, arith, p_format), v_KC, arith)
+        stored = hull(*(p_format.round(part) for part in _share_ends(scores_HK, arith)))
+        return matmul(stored, v_KC, arith)
     w = _weights(scores_HK, arith, SoftmaxForm(p_format=p_format), shift=scores_HK.err.amax(-1, keepdim=True))
     sum_H = total(w.p, arith)
     divisor = Approx(sum_H.value.unsqueeze(-1), sum_H.err.unsqueeze(-1))
     return div(matmul(round_like(w.p, p_format), v_KC, arith), divisor, arith)
 
 
-def _shares_like(scores_HK: Approx, arith: Arithmetic, p_format: Format) -> Approx:
-    """Normalised weights stored in p_format. A share rises with its own score and falls with every other one, so its
+def shares(scores_HK: Approx, arith: Arithmetic) -> Approx:
+    """Normalised weights before they are stored; finite for every finite error of the scores. A row needs a key."""
+    return hull(*_share_ends(scores_HK, arith))
+
+
+def _share_ends(scores_HK: Approx, arith: Arithmetic) -> tuple[Tensor, Tensor, Tensor]:
+    """Value, smallest and largest share. A share rises with its own score and falls with every other one, so its
     extremes lie in two corners of the box of scores, whatever the errors.
     """
     n = scores_HK.value.shape[-1]
@@ -226,5 +232,4 @@ def _shares_like(scores_HK: Approx, arith: Arithmetic, p_format: Format) -> Appr
     underflow = torch.where(scores_HK.value == -math.inf, 0.0, 4.0 * (n + 1) * (arith.exp_ulp + 1.0) * arith.eta_mul)
     smallest = (low / (low + most.clamp(min=0.0)) * (1.0 - quotient) - underflow).clamp(min=0.0)
     largest = high / (high + least.clamp(min=0.0)) * (1.0 + quotient) + underflow
-    value = torch.softmax(scores_HK.value, -1)
-    return hull(*(p_format.round(part) for part in (value, smallest, largest)))
+    return torch.softmax(scores_HK.value, -1), smallest, largest

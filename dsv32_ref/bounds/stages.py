@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv32_ref.bounds import indexer, linear, moe, norm, quant, rope, router
 from dsv32_ref.bounds.arith import BF16, Approx, Arithmetic, exact, hull, round_like, round_to, with_slack
-from dsv32_ref.bounds.attention import SoftmaxForm, attend, attend_like
+from dsv32_ref.bounds.attention import SoftmaxForm, attend, attend_like, shares
 from dsv32_ref.bounds.elementary import add, mul, scale_by, silu
 from dsv32_ref.config import FP32, Config, Precision
 from dsv32_ref.indexer import IndexerWeights
@@ -112,8 +112,11 @@ class StageBounds:
         form = SoftmaxForm(p_format=p_format, normalise_first=True)
         out, lse = attend(scores, v, self.arith, form)
         if self.simulated and p_format is not None:
-            out = attend_like(scores, v, self.arith, p_format, normalise_first=True)
-        return self.stored(out), lse
+            return self.stored(attend_like(scores, v, self.arith, p_format, normalise_first=True)), lse
+        # Two proofs for the same value: the first is sharper for small errors of the scores, the second always finite.
+        other = linear.matmul(self.stored(shares(scores, self.arith)), v, self.arith)
+        err = torch.fmin(out.err, other.err + (out.value - other.value).abs())  # NaN in a row without keys
+        return self.stored(Approx(out.value, err)), lse
 
     def absorbed(self, q_nope_THN: Approx, q_pe_THR: Approx, kv_TKD: Approx, valid_TK: Tensor, w: MlaWeights) -> Approx:
         """Head outputs [T, H, V] of a decode."""
