@@ -23,6 +23,7 @@ from dsv32_ref.bounds import (
     exact,
     judge,
 )
+from dsv32_ref.bounds.attention import shares
 
 U = 2.0**-24
 
@@ -167,3 +168,23 @@ def test_shares_hold_in_fp32_arithmetic() -> None:
     budget = judge(share, bound)
     assert budget.passed, budget.describe("shares")
     assert float((share.double() == bound.value).double().mean()) > 0.99
+
+
+def test_shares_of_a_sum_that_loses_its_small_terms() -> None:
+    """Weights 1, u, u, ... add up to 1 in order: every share is too large by n u, which only the sum explains."""
+    weights = worst_row(4096, U)
+    bound = shares(exact(weights.log()[None]), FP)
+    assert 0.9 < judge(weights[None], bound).worst <= 1
+
+
+def test_shares_of_a_sum_that_is_too_large() -> None:
+    """Weights 1, then 1.5 u at a time: ties to even carry every second addition up to 2 u, up to a quarter too much."""
+    weights = torch.full((4096,), 1.5 * U, dtype=torch.float64)
+    weights[0] = 1.0
+    total = torch.zeros((), dtype=torch.float32)
+    for weight in weights.float():
+        total = total + weight
+    assert float(total) > float(weights.sum()) + 1000 * U
+    bound = shares(exact(weights.log()[None]), FP)
+    budget = judge((weights / total.double())[None], bound)
+    assert 0.2 < budget.worst <= 1

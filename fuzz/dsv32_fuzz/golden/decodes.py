@@ -240,7 +240,9 @@ class _Comparison:
         budget = judge(recorded, bound)
         self.budget_used[stage] = max(self.budget_used.get(stage, 0.0), budget.worst)
         if budget.first is not None:
-            self.first = self._local_finding(stage, layer, budget.first, recorded, bound, f"{budget.bound:.3g}")
+            self.first = self._local_finding(
+                stage, layer, budget.first, recorded, bound, f"proven to within {budget.bound:.3g}"
+            )
         elif self.local:
             self._count_flips(stage, layer, recorded, bound)
 
@@ -253,7 +255,7 @@ class _Comparison:
         count.flipped += int(flipped.sum())
         if bool(flipped.any()) and (count.first is None or self._unrounded(stage, layer)):
             place = tuple(flipped.nonzero()[0].tolist())
-            count.first = self._local_finding(stage, layer, place, recorded, bound, "the fp32 tolerance")
+            count.first = self._local_finding(stage, layer, place, recorded, bound, "beyond the fp32 tolerance")
             self.first = count.first if self._unrounded(stage, layer) else None
 
     def _unrounded(self, stage: str, layer: int) -> bool:
@@ -267,7 +269,7 @@ class _Comparison:
         self, stage: str, layer: int, place: tuple[int, ...], recorded: Tensor, bound: Approx, limit: str
     ) -> Finding:
         found, wanted = float(recorded[place]), float(bound.value[place])
-        text = f"recorded is {found:.8g}, the reference has {wanted:.8g} from the recorded inputs; beyond {limit}"
+        text = f"recorded is {found:.8g}, the reference has {wanted:.8g} from the recorded inputs, {limit}"
         return self._finding(stage, layer, place[0], text)
 
     def _compare(self, stage: str, layer: int, value: Tensor, recorded: Tensor) -> None:
