@@ -186,7 +186,7 @@ class Approx:
             )
         if self.value.shape != self.err.shape:
             raise ValueError(f"err: shape {tuple(self.err.shape)} differs from value's {tuple(self.value.shape)}")
-        if not bool((self.err >= 0).all()):
+        if self.err.numel() and not float(self.err.amin()) >= 0:  # amin of NaN is NaN
             raise ValueError("err: negative or NaN; an error bound is a number >= 0 (inf: nothing is promised)")
 
     @property

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsv32_ref.bounds.arith import Approx, Arithmetic, Format, round_like, with_slack
+from dsv32_ref.bounds.arith import Approx, Arithmetic, Format, hull, round_like, with_slack
 from dsv32_ref.bounds.elementary import div
 from dsv32_ref.bounds.linear import matmul, partial_underflow, total
 
@@ -197,14 +197,39 @@ def _lse(w: _Weights, sum_H: Tensor, err_H: Tensor, scores_HK: Approx, arith: Ar
 def attend_like(
     scores_HK: Approx, v_KC: Approx, arith: Arithmetic, p_format: Format, *, normalise_first: bool = False
 ) -> Approx:
-    """As `attend` in one pass over the keys, against the value with simulated-rounded weights.
+    """As `attend` in one pass over the keys, against the value with simulated-rounded weights. A row needs a key.
 
-    The stored weight depends on the computed maximum, so that maximum's error joins every exponent. A row needs a key.
+    Unless they are normalised, stored weights depend on the computed maximum, whose error then joins every exponent.
     """
-    form = SoftmaxForm(p_format=p_format)
-    w = _weights(scores_HK, arith, form, shift=scores_HK.err.amax(-1, keepdim=True))
+    if normalise_first:
+        stored = hull(*(p_format.round(part) for part in _share_ends(scores_HK, arith)))
+        return matmul(stored, v_KC, arith)
+    w = _weights(scores_HK, arith, SoftmaxForm(p_format=p_format), shift=scores_HK.err.amax(-1, keepdim=True))
     sum_H = total(w.p, arith)
     divisor = Approx(sum_H.value.unsqueeze(-1), sum_H.err.unsqueeze(-1))
-    if normalise_first:
-        return matmul(round_like(div(w.p, divisor, arith), p_format), v_KC, arith)
     return div(matmul(round_like(w.p, p_format), v_KC, arith), divisor, arith)
+
+
+def shares(scores_HK: Approx, arith: Arithmetic) -> Approx:
+    """Normalised weights before they are stored; finite for every finite error of the scores. A row needs a key."""
+    return hull(*_share_ends(scores_HK, arith))
+
+
+def _share_ends(scores_HK: Approx, arith: Arithmetic) -> tuple[Tensor, Tensor, Tensor]:
+    """Value, smallest and largest share. A share rises with its own score and falls with every other one, so its
+    extremes lie in two corners of the box of scores, whatever the errors.
+    """
+    n = scores_HK.value.shape[-1]
+    top = scores_HK.value.amax(-1, keepdim=True)
+    distance = torch.where(scores_HK.value == -math.inf, 0.0, top - scores_HK.value)
+    own = _argument_error(scores_HK, distance, arith, PLAIN)
+    own = own + 2.0 * arith.exp_ulp * arith.u * (1.0 + 4.0 * arith.exp_ulp * arith.u)
+    low, high = torch.exp(scores_HK.value - own - top), torch.exp(scores_HK.value + own - top)
+    lost = n * 2.0**-52  # of a sum in float64
+    least = low.sum(-1, keepdim=True) * (1.0 - lost) - low
+    most = high.sum(-1, keepdim=True) * (1.0 + lost) - high
+    quotient = (1.0 + arith.u) * (1.0 + 2.0 * arith.rcp_ulp * arith.u) / (1.0 - arith.growth(n)) - 1.0
+    underflow = torch.where(scores_HK.value == -math.inf, 0.0, 4.0 * (n + 1) * (arith.exp_ulp + 1.0) * arith.eta_mul)
+    smallest = (low / (low + most.clamp(min=0.0)) * (1.0 - quotient) - underflow).clamp(min=0.0)
+    largest = high / (high + least.clamp(min=0.0)) * (1.0 + quotient) + underflow
+    return torch.softmax(scores_HK.value, -1), smallest, largest

@@ -63,9 +63,12 @@ def _contract(
     """(1 + growth) (|a| + ea)(|b| + eb) - |a||b|: rounding and input errors together, plus n underflows."""
     a, b = arith.read(a), arith.read(b)
     growth = arith.growth((n if depth is None else depth + 1) + roundings)
-    magnitude = product(a.high, b.high)
-    propagated = magnitude - product(a.value.abs(), b.value.abs())
-    partial = roundings * partial_underflow(a, b, arith)
+    plain = (a.value.abs(), b.value.abs())
+    high = tuple(part + x.err if bool(x.err.any()) else part for part, x in zip(plain, (a, b), strict=True))
+    magnitude = product(*high)
+    exactly = high[0] is plain[0] and high[1] is plain[1]
+    propagated = torch.zeros_like(magnitude) if exactly else magnitude - product(*plain)
+    partial = roundings * partial_underflow(a, b, arith) if roundings else 0.0
     underflow = n * (1.0 + growth) * (arith.eta_mul + arith.eta_add + partial)
     err = growth * magnitude + propagated.clamp(min=0.0) + underflow
     return arith.result(product(a.value, b.value), err, (1.0 + growth) * magnitude)

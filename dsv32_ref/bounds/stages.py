@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from dsv32_ref.bounds import indexer, linear, moe, norm, quant, rope, router
-from dsv32_ref.bounds.arith import BF16, Approx, Arithmetic, exact, round_like, round_to, with_slack
-from dsv32_ref.bounds.attention import SoftmaxForm, attend, attend_like
+from dsv32_ref.bounds.arith import BF16, Approx, Arithmetic, exact, hull, round_like, round_to, with_slack
+from dsv32_ref.bounds.attention import SoftmaxForm, attend, attend_like, shares
 from dsv32_ref.bounds.elementary import add, mul, scale_by, silu
 from dsv32_ref.config import FP32, Config, Precision
 from dsv32_ref.indexer import IndexerWeights
@@ -44,9 +44,12 @@ class StageBounds:
 
     def quantised(self, x: Approx) -> Approx:
         """An fp8 round trip in blocks of 128, or of the whole row where it is shorter."""
-        block = min(quant.ACT_QUANT.block, x.value.shape[-1])
-        rule = quant.ScaleRule(ue8m0=self.precision.scale_format == "ue8m0", block=block)
+        rule = self._rule(x.value.shape[-1])
         return (quant.fake_quant_like if self.simulated else quant.fake_quant)(x, rule, self.arith)
+
+    def _rule(self, width: int) -> quant.ScaleRule:
+        block = min(quant.ACT_QUANT.block, width)
+        return quant.ScaleRule(ue8m0=self.precision.scale_format == "ue8m0", block=block)
 
     def linear(self, x_TN: Approx, weight: Matrix) -> Approx:
         """x W^T [T, O]; a block-fp8 weight costs one more rounding per term, fp8 activations two and their own step."""
@@ -98,15 +101,22 @@ class StageBounds:
         nope = self.stored(linear.matmul(qa_THC, c_TKC.transposed(), self.arith))
         turned = self.stored(linear.matmul(q_pe_THR, pe_TKR.transposed(), self.arith))
         plain = self.stored(add(nope, turned, self.arith))
+        return self._softmax(plain, c_TKC, valid_TK[:, None, :])
+
+    def _softmax(self, plain: Approx, v: Approx, valid: Tensor) -> tuple[Approx, Approx]:
+        """Softmax of scaled, masked scores [..., K] times v [..., K, C], and the LSE; weights are stored normalised."""
         scores = self.stored(scale_by(plain, self.config.softmax_scale, self.arith))
-        outside = ~valid_TK[:, None, :].expand(scores.value.shape)
+        outside = ~valid.expand(scores.value.shape)
         scores = Approx(scores.value.masked_fill(outside, -torch.inf), scores.err.masked_fill(outside, 0.0))
         p_format = BF16 if self.precision.bf16 else None
         form = SoftmaxForm(p_format=p_format, normalise_first=True)
-        out, lse = attend(scores, c_TKC, self.arith, form)
+        out, lse = attend(scores, v, self.arith, form)
         if self.simulated and p_format is not None:
-            out = attend_like(scores, c_TKC, self.arith, p_format, normalise_first=True)
-        return self.stored(out), lse
+            return self.stored(attend_like(scores, v, self.arith, p_format, normalise_first=True)), lse
+        # Two proofs for the same value: the first is sharper for small errors of the scores, the second always finite.
+        other = linear.matmul(self.stored(shares(scores, self.arith)), v, self.arith)
+        err = torch.fmin(out.err, other.err + (out.value - other.value).abs())  # NaN in a row without keys
+        return self.stored(Approx(out.value, err)), lse
 
     def absorbed(self, q_nope_THN: Approx, q_pe_THR: Approx, kv_TKD: Approx, valid_TK: Tensor, w: MlaWeights) -> Approx:
         """Head outputs [T, H, V] of a decode."""
@@ -116,6 +126,19 @@ class StageBounds:
         z_THC, _ = self.attend(qa_THC, q_pe_THR, kv_TKD, valid_TK)
         o_HTV = linear.matmul(z_THC.apply(lambda t: t.transpose(0, 1)), uv_HVC.transposed(), self.arith)
         return self.stored(o_HTV).apply(lambda t: t.transpose(0, 1))
+
+    def unabsorbed(
+        self, q_nope_THN: Approx, q_pe_THR: Approx, kv_SD: Approx, allowed_TS: Tensor, w: MlaWeights
+    ) -> Approx:
+        """Head outputs [T, H, V] of a prefill over one request's S cached tokens."""
+        rank, nope, heads = self.config.kv_lora_rank, self.config.qk_nope_head_dim, self.config.n_heads
+        kv_SHX = self.linear(kv_SD.apply(lambda t: t[:, :rank]), w.wkv_b).apply(lambda t: t.reshape(len(t), heads, -1))
+        pe_SHR = kv_SD.apply(lambda t: t[:, None, rank:].expand(-1, heads, -1))
+        k_HSX = _join(kv_SHX.apply(lambda t: t[..., :nope]), pe_SHR).apply(lambda t: t.transpose(0, 1))
+        q_HTX = _join(q_nope_THN, q_pe_THR).apply(lambda t: t.transpose(0, 1))
+        plain_HTS = self.stored(linear.matmul(q_HTX, k_HSX.transposed(), self.arith))
+        v_HSV = kv_SHX.apply(lambda t: t[..., nope:].transpose(0, 1))
+        return self._softmax(plain_HTS, v_HSV, allowed_TS[None])[0].apply(lambda t: t.transpose(0, 1))
 
     def _up_matrices(self, w: MlaWeights) -> tuple[Approx, Approx]:
         """UK [H, N, C] and UV [H, V, C]; dequantised block-fp8 weights are products rounded once, then stored."""
@@ -132,24 +155,37 @@ class StageBounds:
         """The output projection [T, M]."""
         return self.linear(o_THV.apply(lambda t: t.flatten(-2)), w.wo)
 
-    def _index_head(self, x: Approx, positions_T: Tensor) -> Approx:
-        """RoPE on the first part, Hadamard, fp8: x [T, ..., I], dequantised."""
+    def _rotated(self, x: Approx, positions_T: Tensor) -> Approx:
+        """RoPE on the first part of each head, then Hadamard: x [T, ..., I]."""
         width = self.config.qk_rope_head_dim
         turned = self.turned(x.apply(lambda t: t[..., :width]), positions_T, "half-split")
-        whole = self.stored(linear.hadamard(_join(turned, x.apply(lambda t: t[..., width:])), self.arith))
-        return self.quantised(whole) if self.precision.index_fp8 else whole
+        return self.stored(linear.hadamard(_join(turned, x.apply(lambda t: t[..., width:])), self.arith))
+
+    def _index_fp8(self, x: Approx) -> Approx:
+        return self.quantised(x) if self.precision.index_fp8 else x
 
     def index_queries(self, qr_TL: Approx, w: IndexerWeights, positions_T: Tensor) -> Approx:
         """Values times scale, [T, J, I]."""
         heads = self.config.index_n_heads
         q_TJI = self.linear(qr_TL, w.wq_b).apply(lambda t: t.reshape(len(t), heads, -1))
-        return self._index_head(q_TJI, positions_T)
+        return self._index_fp8(self._rotated(q_TJI, positions_T))
+
+    def _rotated_keys(self, x_TM: Approx, w: IndexerWeights, positions_T: Tensor) -> Approx:
+        gain, bias = exact(w.k_norm_weight), exact(w.k_norm_bias)
+        normed = norm.layer_norm(self.linear(x_TM, w.wk), gain, bias, self.config.norm_eps, self.arith)
+        return self._rotated(self.stored(normed), positions_T)
 
     def index_keys(self, x_TM: Approx, w: IndexerWeights, positions_T: Tensor) -> Approx:
         """Values times scale, [T, I]."""
-        gain, bias = exact(w.k_norm_weight), exact(w.k_norm_bias)
-        normed = norm.layer_norm(self.linear(x_TM, w.wk), gain, bias, self.config.norm_eps, self.arith)
-        return self._index_head(self.stored(normed), positions_T)
+        return self._index_fp8(self._rotated_keys(x_TM, w, positions_T))
+
+    def index_key_scales(self, x_TM: Approx, w: IndexerWeights, positions_T: Tensor) -> Approx:
+        """The scale of each key [T]: exact, unless amax may cross a power of two (1 without fp8)."""
+        if not self.precision.index_fp8:
+            return exact(torch.ones(len(x_TM.value)))
+        keys_TI = self._rotated_keys(x_TM, w, positions_T)
+        around = quant.scale_range(keys_TI, self._rule(keys_TI.value.shape[-1]), self.arith)
+        return hull(around.nominal, around.low, around.high).reshape(-1)
 
     def index_scores(
         self, x_TM: Approx, qr_TL: Approx, keys_SI: Approx, scale_S: Approx, w: IndexerWeights, positions_T: Tensor

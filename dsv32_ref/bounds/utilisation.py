@@ -2,7 +2,8 @@
 
 Contract: data only, for a command to print; each stage starts from exactly known random inputs (bf16 values), so one
 stage's error does not enter the next. A median near 0 says how far worst cases lie from practice; a worst value above 1
-would be a bug of the stage or of its bound. Legend: T tokens, M width, L query latent, H heads, K keys, D cached width.
+would be a bug of the stage or of its bound. Legend: T tokens, M width, L query latent, H heads, K keys, D cached width,
+S cached tokens.
 """
 
 from __future__ import annotations
@@ -126,6 +127,11 @@ def _attention(
     yield "lse", lse, bound[1]
     o_THV = mla.absorbed(q_nope, q_pe, kv_TKD, valid_TK, attn, c, p)
     yield "absorbed", o_THV, b.absorbed(exact(q_nope), exact(q_pe), exact(kv_TKD), valid_TK, attn)
+    kv_SD = draw.rows(c.latent_dim)
+    allowed_TS = torch.rand(len(x_TM), len(kv_SD), generator=draw.generator) < 0.8
+    allowed_TS[:, 0] = True
+    o_THV = mla.unabsorbed(q_nope, q_pe, kv_SD, allowed_TS, attn, c, p)
+    yield "unabsorbed", o_THV, b.unabsorbed(exact(q_nope), exact(q_pe), exact(kv_SD), allowed_TS, attn)
     yield "attn_out", mla.output(o_THV, attn, p), b.output(exact(o_THV), attn)
 
 

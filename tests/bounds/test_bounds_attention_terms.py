@@ -6,11 +6,24 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from bounds_inputs import generator, worst_row
 from bounds_stages import FP, _split_attention
 
-from dsv32_ref.bounds import BF16, E4M3FN, Arithmetic, SoftmaxForm, attend, exact, judge
+from dsv32_ref.bounds import (
+    BF16,
+    E4M3FN,
+    FP16,
+    Arithmetic,
+    SoftmaxForm,
+    approx,
+    attend,
+    attend_like,
+    exact,
+    judge,
+)
+from dsv32_ref.bounds.attention import shares
 
 U = 2.0**-24
 
@@ -118,3 +131,60 @@ def test_distant_scores_need_the_rounding_of_the_exponent() -> None:
     assert budget.passed
     # 44.4 * 1.2 u observed, 44.4 * 3 u granted; all other terms together grant about 15 u.
     assert budget.worst * 44.4 * 3 > 2 * 15
+
+
+@pytest.mark.parametrize("err", [1e-6, 1e-2, 0.5, 5.0])
+def test_normalised_shares_reach_the_corners_of_the_scores(err: float) -> None:
+    """One score as high, all others as low as they may be (and the reverse): the shares lie within the bound, and at
+    its edge up to the steps of their storage. V is the identity, so that the output is the stored share itself.
+    """
+    s = torch.randn(50, 12, generator=generator(32)).double()
+    bound = attend_like(approx(s, err), exact(torch.eye(12)), FP, FP16, normalise_first=True)
+    reached = torch.zeros_like(s)
+    for key in range(12):
+        for sign in (1.0, -1.0):
+            moved = s - sign * err
+            moved[:, key] += 2 * sign * err
+            share = FP16.round(torch.softmax(moved, -1))
+            budget = judge(share, bound)
+            assert budget.passed, budget.describe(f"key {key}")
+            reached[:, key] = torch.maximum(reached[:, key], (share - bound.value).abs()[:, key])
+    edge = bound.err - 2.1 * FP16.half_ulp(bound.high)
+    assert bool((reached >= edge).all())
+
+
+def test_one_key_has_share_one_whatever_the_error_of_its_score() -> None:
+    s = torch.tensor([[3.0, -math.inf, -math.inf]])
+    bound = attend_like(approx(s, torch.tensor([[7.0, 0.0, 0.0]])), exact(torch.eye(3)), FP, BF16, normalise_first=True)
+    assert judge(torch.tensor([[1.0, 0.0, 0.0]]), bound).passed
+    assert float(bound.err.max()) < 1e-6
+
+
+def test_shares_hold_in_fp32_arithmetic() -> None:
+    """Honest fp32 softmax, stored in bf16, exact scores: within the bound, and mostly equal bit for bit."""
+    s = 4 * torch.randn(2000, 64, generator=generator(33))
+    bound = attend_like(exact(s), exact(torch.eye(64)), FP, BF16, normalise_first=True)
+    share = torch.softmax(s, -1).bfloat16()
+    budget = judge(share, bound)
+    assert budget.passed, budget.describe("shares")
+    assert float((share.double() == bound.value).double().mean()) > 0.99
+
+
+def test_shares_of_a_sum_that_loses_its_small_terms() -> None:
+    """Weights 1, u, u, ... add up to 1 in order: every share is too large by n u, which only the sum explains."""
+    weights = worst_row(4096, U)
+    bound = shares(exact(weights.log()[None]), FP)
+    assert 0.9 < judge(weights[None], bound).worst <= 1
+
+
+def test_shares_of_a_sum_that_is_too_large() -> None:
+    """Weights 1, then 1.5 u at a time: ties to even carry every second addition up to 2 u, up to a quarter too much."""
+    weights = torch.full((4096,), 1.5 * U, dtype=torch.float64)
+    weights[0] = 1.0
+    total = torch.zeros((), dtype=torch.float32)
+    for weight in weights.float():
+        total = total + weight
+    assert float(total) > float(weights.sum()) + 1000 * U
+    bound = shares(exact(weights.log()[None]), FP)
+    budget = judge((weights / total.double())[None], bound)
+    assert 0.2 < budget.worst <= 1

@@ -62,7 +62,7 @@ def test_every_stage_lies_within_its_bound(
     precision = PRECISIONS[name]
     w = block_fp8 if precision.linear_fp8 else plain
     found = stages(w, StageBounds(config=GOLDEN, precision=precision, simulated=simulated))
-    assert len(found) == 17
+    assert len(found) == 18
     for stage, (computed, bound) in found.items():
         budget = judge(computed, bound)
         assert budget.passed, budget.describe(stage)
@@ -144,7 +144,7 @@ def test_index_choices_are_certified(plain: LayerWeights) -> None:
 def test_utilisation_reports_every_stage_with_something_used() -> None:
     """In bf16 the rounding points alone use a visible share of every stage's bound, and the alarm form uses more."""
     hard = utilisation(GOLDEN, BF16_ONLY, tokens=8)
-    assert len(hard) == 17
+    assert len(hard) == 18
     assert all(0 < u.median <= u.worst <= 1 and u.elements > 0 for u in hard if u.stage != "gate_w")
     alarm = utilisation(GOLDEN, FP32, Arithmetic(delta=1e-9), tokens=8)
     fp32 = {u.stage: u.median for u in utilisation(GOLDEN, FP32, tokens=8)}

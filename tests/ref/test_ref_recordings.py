@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +11,12 @@ import torch
 
 import dsv32_fuzz
 from dsv32_fuzz.golden.components import replay_components
-from dsv32_fuzz.golden.decodes import DecodeReplay, StageValue, default_tolerance, replay_decodes
+from dsv32_fuzz.golden.decodes import DecodeReplay, replay_decodes
 from dsv32_fuzz.golden.recipe import recipe_weights
 from dsv32_fuzz.golden.recording import load_manifest, load_recording
-from dsv32_ref.config import BF16_Q, FP32, FP32_Q, GOLDEN, Precision
-from dsv32_ref.decode import Trace, decode, prefill
+from dsv32_ref.bounds.step import DECISIONS
+from dsv32_ref.config import FP32_Q
+from dsv32_ref.decode import STAGES, Trace, decode, prefill
 from dsv32_ref.state import Model, State
 from dsv32_ref.weights import assemble
 
@@ -31,11 +30,15 @@ def replay() -> DecodeReplay:
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """A folder with the fp32 run of seed 0 alone."""
+    """A folder with the first five decode steps of the fp32 run of seed 0 alone."""
     manifest = json.loads((FOLDER / "manifest.json").read_text())
     manifest["runs"] = {"fp32_seed0": manifest["runs"]["fp32_seed0"]}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    shutil.copy(FOLDER / "fp32_seed0.npz", tmp_path)
+    with np.load(FOLDER / "fp32_seed0.npz") as archive:
+        arrays = {key: archive[key] for key in archive.files}
+    np.savez(
+        tmp_path / "fp32_seed0.npz", **arrays | {"tokens": arrays["tokens"][:, : int(arrays["prompt_len"].item()) + 5]}
+    )
     return tmp_path
 
 
@@ -57,14 +60,15 @@ def test_fp32_agrees_end_to_end(replay: DecodeReplay, name: str) -> None:
     assert run.values > 330_000
 
 
-@pytest.mark.parametrize("name", ["fp32q_seed0", "bf16q_seed0"])
-def test_quantised_runs_agree_layer_by_layer(replay: DecodeReplay, name: str) -> None:
+@pytest.mark.parametrize("name", ["fp32_seed0", "fp32_seed1", "fp32q_seed0", "bf16q_seed0"])
+def test_every_recorded_value_lies_within_its_proven_bound(replay: DecodeReplay, name: str) -> None:
+    """Layer by layer, with the recorded decisions; every set is a correct choice of its scores."""
     run = next(run for run in replay.runs if run.name == name)
     assert run.first is None, str(run)
+    assert set(run.budget_used) == set(STAGES) - set(DECISIONS)
+    assert all(0 <= used <= 1 for used in run.budget_used.values())
     assert (run.sets, run.ties) == (400, 0)
-    # A value flips if the fp32 error of its sum, at most 256 x 2^-24 relative, straddles a rounding boundary, which are
-    # 2^-8 apart: with probability below 2^-8 for each of the at most 8 rounding points on the way.
-    assert run.flips < run.values * 8 * 2**-8
+    assert run.values > 330_000
 
 
 def test_a_wrong_indexer_rope_is_seen_where_it_first_matters(replay: DecodeReplay) -> None:
@@ -132,11 +136,6 @@ def test_nan_in_a_recording_never_passes(copied: Path) -> None:
     assert (run.first.step, run.first.stage) == (1, "logits")
 
 
-def test_a_tighter_tolerance_can_be_plugged_in(copied: Path) -> None:
-    (run,) = replay_decodes(copied, tolerance=lambda value: default_tolerance(value) * 1e-6).runs
-    assert run.first is not None
-
-
 def test_malformed_folders_say_what_to_do(copied: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no manifest\.json"):
         replay_decodes(tmp_path / "nowhere")
@@ -175,35 +174,3 @@ def test_component_file_without_vectors(tmp_path: Path) -> None:
     np.savez(tmp_path / "components_x.npz", **{"gate.x": np.zeros((2, 64), np.float32)})
     with pytest.raises(ValueError, match=r"gate\.w is missing"):
         replay_components(tmp_path / "components_x.npz")
-
-
-def test_default_tolerance_is_wider_only_where_something_is_quantised(world: Callable[..., Model]) -> None:
-    x = torch.tensor([[1.0, -2.0, 0.0]])
-
-    def permitted(precision: Precision, stage: str, recorded: torch.Tensor = x) -> torch.Tensor:
-        model = Model(config=GOLDEN, weights=world().weights, precision=precision)
-        state = State(model, 1)
-        return default_tolerance(
-            StageValue(model=model, state=state, step=0, layer=0, stage=stage, recorded=recorded, before={})
-        )
-
-    plain = permitted(FP32, "attn_out")
-    torch.testing.assert_close(plain, 2e-5 + 1e-5 * x.abs())
-    assert bool((permitted(BF16_Q, "attn_out") > plain).all())
-    assert torch.equal(permitted(BF16_Q, "gate_logits"), plain)
-    # The rope part of a latent is not quantised: only bf16 widens it.
-    latent = permitted(FP32_Q, "latent", torch.ones(1, 160))
-    assert float(latent[0, 127]) > 0.1
-    assert float(latent[0, 128]) == pytest.approx(3e-5)
-
-
-def test_a_tolerance_sees_the_inputs_of_its_stage(copied: Path) -> None:
-    seen: dict[str, set[str]] = {}
-
-    def tolerance(value: StageValue) -> torch.Tensor:
-        seen.setdefault(value.stage, set()).update(value.before)
-        return default_tolerance(value)
-
-    assert replay_decodes(copied, tolerance=tolerance).right
-    assert {"attn_in", "latent", "index_key", "index_topk"} <= seen["attn_out"]
-    assert {"ffn_in", "gate_idx", "gate_w"} <= seen["ffn_out"]

@@ -1,15 +1,15 @@
 """Replay of recorded decodes of another implementation against the reference, stage by stage.
 
-Contract: a run recorded in plain fp32 is replayed end to end; a run that quantises is replayed layer by layer, each
-stage computed from the recorded inputs with the recorded decisions, since one legal rounding flip cascades through
-random weights. The first stage, layer, step and request beyond tolerance is named, or the first set that differs
-without a certified tie. Legend: T rows (tokens of all requests), B requests, S cached tokens, K choices, E experts, G
-groups.
+Contract: every recorded value is held against the bound that `dsv32_ref.bounds` proves from the values recorded before
+it, in the simulated-quantised reference of its mode, with the recorded decisions: one legal rounding flip cascades
+through random weights, so nothing is carried from stage to stage. A run in plain fp32 is also replayed from end to end.
+The first stage, layer, step and request that differ are named, or the first set that is no correct choice of its
+scores. Legend: T rows (tokens of all requests), B requests, S cached tokens, D latent, I index key, K choices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,57 +20,28 @@ from torch import Tensor
 from dsv32_fuzz.golden.components import ComponentReplay, replay_components
 from dsv32_fuzz.golden.recipe import recipe_weights, weights_sha256
 from dsv32_fuzz.golden.recording import Recording, load_manifest, load_recording
+from dsv32_ref.bounds import Approx, Certificate, approx, certify_router, certify_topk, exact, judge
+from dsv32_ref.bounds.stages import StageBounds
+from dsv32_ref.bounds.step import DECISIONS, Cached, StepBounds
 from dsv32_ref.config import FP32
-from dsv32_ref.decode import decode, prefill
+from dsv32_ref.decode import Form, decode, prefill
 from dsv32_ref.moe import MoeWeights
 from dsv32_ref.state import Model, State
 from dsv32_ref.weights import assemble
 
-DECISIONS = ("index_topk", "gate_idx")
+FLIP_SHARE = 2**-4
+"""Largest share of a stage's values that honest rounding carries to a neighbour, as an alarm. Two fp32 sums of n <= 256
+terms differ by at most 2 x 256 x 2^-24 of their size, and bf16 boundaries lie at least 2^-8 of it apart: one rounding
+point flips a value with probability 2^-7 at most, and at most eight lie between recorded values.
+"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageValue:
-    """A recorded value and what it came from, for a tolerance to judge by."""
+def tolerance(x: Tensor) -> Tensor:
+    """2e-5 + 1e-5 |x|: what two fp32 implementations may differ by from end to end.
 
-    model: Model
-    """Config, weights, and the rounding points of the run."""
-    state: State
-    """The caches as the reference has them at this point."""
-    step: int
-    layer: int
-    stage: str
-    recorded: Tensor
-    before: Mapping[str, Tensor]
-    """The stages before this one, by name: the recorded values in a quantised run, else the reference's own."""
-
-
-Tolerance = Callable[[StageValue], Tensor]
-"""The largest permitted error of each recorded value."""
-
-
-def default_tolerance(value: StageValue) -> Tensor:
-    """2e-5 + 1e-5 |x|, and, where the run quantises, one rounding flip.
-
-    Two honest fp32 sums differ by about 1e-6 here (two independent implementations measured 3.6e-6 on logits), which
-    may carry a value across a rounding boundary. What was stored on the e4m3 grid then differs by one step, 2^-3 |x|
-    (2^-9 of the unit below the normal range); a bf16 result by one ulp, 2^-7 |x|. A flip inside a stage moves one
-    term of a sum, by 2^-7 of it in bf16; a rotated e4m3 query lane by 2^-3, but it carries only 1/128 of |q||k|,
-    times at most 8 where it is a peak. Either way that is 2^-7 of the row's largest value: an estimate by size, where
-    a proven bound can be passed.
+    Two independent ones measured 3.6e-6 on logits of 3.4 (see the README beside the recordings).
     """
-    x, stage, precision = value.recorded, value.stage, value.model.precision
-    plain, ulp = 2e-5 + 1e-5 * x.abs(), 2**-7 * x.abs() if precision.bf16 else torch.zeros(())
-    if precision == FP32:
-        return plain
-    if stage == "index_key":
-        return plain + 2**-3 * x.abs() + 2**-9
-    if stage == "latent":
-        in_latent_D = torch.arange(x.shape[-1]) < value.model.config.kv_lora_rank
-        return plain + torch.where(in_latent_D, 2**-3 * x.abs(), ulp)
-    if stage in ("index_score", "attn_out", "ffn_out"):
-        return plain + ulp + 2**-7 * x.abs().amax(-1, keepdim=True)
-    return plain
+    return 2e-5 + 1e-5 * x.abs()
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +61,15 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         return f"step {self.step}, {where}{self.stage}, request {self.request}, position {self.position}: {self.detail}"
 
 
+@dataclass
+class Flips:
+    """Values of one stage and layer that rounding carried beyond the fp32 tolerance."""
+
+    values: int = 0
+    flipped: int = 0
+    first: Finding | None = None
+
+
 class RunReplay(msgspec.Struct, frozen=True, kw_only=True):
     """One run: what was compared, and what differed first."""
 
@@ -103,11 +83,15 @@ class RunReplay(msgspec.Struct, frozen=True, kw_only=True):
     sets: int
     """Top-k and expert sets compared."""
     flips: int
-    """Values beyond 2e-5 + 1e-5 |x| and within the tolerance (rounding flips of quantised runs)."""
+    """Values of a quantised run beyond 2e-5 + 1e-5 |x|: rounding flips, each within its bound."""
     ties: int
     """Sets that differ by a certified tie."""
-    budget_used: float
-    """Largest error / tolerance among the values compared before the first finding."""
+    tolerance_used: float
+    """Largest error of a plain fp32 run, from end to end, as a share of 2e-5 + 1e-5 |x|."""
+    budget_used: dict[str, float]
+    """By stage, the largest error of a recorded value as a share of the bound proven from the values recorded before
+    it; empty where those were not recorded.
+    """
 
     @property
     def right(self) -> bool:
@@ -116,7 +100,16 @@ class RunReplay(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         outcome = "agrees" if self.first is None else f"differs first at {self.first}"
-        return f"{self.name}: {outcome} ({self.values} values, {self.sets} sets, budget used {self.budget_used:.2g})"
+        return f"{self.name}: {outcome} ({self.values} values, {self.sets} sets, {self._used})"
+
+    @property
+    def _used(self) -> str:
+        worst = max(self.budget_used, key=lambda stage: self.budget_used[stage], default=None)
+        tolerance = f"fp32 tolerance used {self.tolerance_used:.2g}" if self.mode == "fp32" else f"{self.flips} flips"
+        bound = (
+            "no bounds: inputs not recorded" if worst is None else f"bound used {self.budget_used[worst]:.2g} ({worst})"
+        )
+        return f"{tolerance}, {bound}"
 
 
 class DecodeReplay(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,15 +125,12 @@ class DecodeReplay(msgspec.Struct, frozen=True, kw_only=True):
         return all(run.right for run in self.runs) and all(component.right for component in self.components)
 
 
-def replay_decodes(
-    folder: str | Path, progress: Callable[[str], None] | None = None, *, tolerance: Tolerance = default_tolerance
-) -> DecodeReplay:
+def replay_decodes(folder: str | Path, progress: Callable[[str], None] | None = None) -> DecodeReplay:
     """Replays every run that the folder's manifest lists, and its `components_*.npz` if there are any.
 
     Args:
         folder: manifest.json and one .npz per run; see `recording`.
         progress: called with one line per run.
-        tolerance: permitted error per value.
 
     Raises:
         ValueError: a malformed folder, or weights other than the recorded ones; the message says what to do.
@@ -152,7 +142,7 @@ def replay_decodes(
         recording = load_recording(root, config, name, mode, seed)
         if seed not in models:
             models[seed] = _model(recording, hashes)
-        runs.append(_replay(recording, models[seed], tolerance))
+        runs.append(_replay(recording, models[seed]))
         if progress:
             progress(str(runs[-1]))
     components = [part for path in sorted(root.glob("components_*.npz")) for part in replay_components(path)]
@@ -171,14 +161,15 @@ def _model(recording: Recording, hashes: dict[str, str]) -> Model:
     return Model(config=recording.config, weights=assemble(recording.config, named))
 
 
-def _replay(recording: Recording, model: Model, tolerance: Tolerance) -> RunReplay:
+def _replay(recording: Recording, model: Model) -> RunReplay:
     model = Model(config=model.config, weights=model.weights, precision=recording.precision)
     state = State(model, recording.tokens.size + 64)
-    comparison = _Comparison(recording, model, state, tolerance)
-    for comparison.step in range(recording.steps):
-        start, stop = recording.span(comparison.step)
+    comparison = _Comparison(recording, model)
+    for step in range(recording.steps):
+        comparison.start(step)
+        start, stop = recording.span(step)
         tokens = {request: row[start:stop].tolist() for request, row in enumerate(recording.tokens)}
-        (decode if comparison.step else prefill)(model, state, tokens, tap=comparison)
+        (decode if step else prefill)(model, state, tokens, tap=comparison)
         if comparison.first is not None:
             break
     return comparison.result()
@@ -187,100 +178,143 @@ def _replay(recording: Recording, model: Model, tolerance: Tolerance) -> RunRepl
 class _Comparison:
     """The tap that compares each stage with the recording and, in a quantised run, goes on with the recorded value."""
 
-    def __init__(self, recording: Recording, model: Model, state: State, tolerance: Tolerance) -> None:
-        self.recording, self.model, self.state, self.tolerance = recording, model, state, tolerance
+    def __init__(self, recording: Recording, model: Model) -> None:
+        self.recording, self.model = recording, model
         self.local = recording.precision != FP32
-        self.step = 0
+        self.bounds = StageBounds(config=model.config, precision=recording.precision, simulated=True)
         self.first: Finding | None = None
-        self.values = self.sets = self.flips = self.ties = 0
-        self.budget_used = 0.0
-        self.last: dict[str, Tensor] = {}
+        self.values = self.sets = self.ties = 0
+        self.flips: dict[tuple[str, int], Flips] = {}
+        self.tolerance_used = 0.0
+        self.budget_used: dict[str, float] = {}
+
+    def start(self, step: int) -> None:
+        """Before each step."""
+        self.step, self.local_bounds = step, None if self.recording.missing else self._step_bounds(step)
+        self.scores: dict[str, Approx] = {}
+
+    def _step_bounds(self, step: int) -> StepBounds:
+        recording = self.recording
+        start, stop = recording.span(step)
+        tokens_T = torch.from_numpy(recording.tokens[:, start:stop].reshape(-1).astype("int64"))
+
+        def cached(layer: int) -> list[Cached]:
+            rows = [slice(i, i + stop - start) for i in range(0, len(tokens_T), stop - start)]
+            parts = zip(rows, recording.cached(layer, step), strict=True)
+            return [Cached(rows=own, kv_SD=kv, keys_SI=keys, scale_S=scale) for own, (kv, keys, scale) in parts]
+
+        form: Form = "absorbed" if step else "unabsorbed"
+        return StepBounds(self.bounds, self.model.weights, tokens_T, recording.positions(step), form, cached)
 
     def __call__(self, stage: str, layer: int, value: Tensor) -> Tensor:
         """Compares `value`; returns what to go on with."""
-        recorded = self.recording.stage(self.step, layer, stage)
-        self.last[stage] = recorded if self.local and recorded is not None and stage not in DECISIONS else value
-        if recorded is None or self.first is not None:
+        recorded = self._recorded(stage, layer)
+        if self.first is not None:
             return value
-        if recorded.shape != value.shape:
+        if recorded is not None and recorded.shape != value.shape:
             key = f"s{self.step}.L{layer}.{stage}"
             raise ValueError(f"{self.recording.name}: {key} has {tuple(recorded.shape)}; expected {tuple(value.shape)}")
-        if stage in DECISIONS:
-            return self._decide(stage, layer, value, recorded)
-        if stage == "index_score":
-            columns_S = torch.arange(value.shape[1])
-            recorded = recorded.masked_fill(columns_S > self.recording.positions(self.step)[:, None], -torch.inf)
-        self._compare(stage, layer, value, recorded)
-        return recorded if self.local else value
+        if recorded is not None and stage in DECISIONS:
+            self._decide(stage, layer, value, recorded)
+        if self.first is None and self.local_bounds is not None:
+            self._judge(stage, layer, recorded, self.local_bounds(stage, layer, recorded))
+        if recorded is not None and self.first is None and stage not in DECISIONS:
+            self._compare(stage, layer, value, recorded)
+        self.scores[stage] = approx(value, tolerance(value)) if recorded is None else exact(recorded)
+        return value if recorded is None or not (self.local or stage in DECISIONS) else recorded
+
+    def _recorded(self, stage: str, layer: int) -> Tensor | None:
+        recorded = self.recording.stage(self.step, layer, stage)
+        if stage != "index_score" or recorded is None:
+            return recorded
+        future_TS = torch.arange(recorded.shape[1]) > self.recording.positions(self.step)[:, None]
+        return recorded.masked_fill(future_TS, -torch.inf)
+
+    def _judge(self, stage: str, layer: int, recorded: Tensor | None, bound: Approx | None) -> None:
+        """The recorded value against the bound that follows from the values recorded before it."""
+        if recorded is None or bound is None:
+            return
+        if stage == "index_key":
+            scale = self.recording.stage(self.step, layer, "index_scale")
+            recorded = recorded if scale is None else recorded.double() * scale[:, None].double()
+        budget = judge(recorded, bound)
+        self.budget_used[stage] = max(self.budget_used.get(stage, 0.0), budget.worst)
+        if budget.first is not None:
+            self.first = self._local_finding(
+                stage, layer, budget.first, recorded, bound, f"proven to within {budget.bound:.3g}"
+            )
+        elif self.local:
+            self._count_flips(stage, layer, recorded, bound)
+
+    def _count_flips(self, stage: str, layer: int, recorded: Tensor, bound: Approx) -> None:
+        """Beyond the fp32 tolerance lies only what was rounded on the way, and of that only a small share."""
+        visible = bound.value != -torch.inf
+        flipped = ((recorded - bound.value).abs() > tolerance(bound.value)) & visible
+        count = self.flips.setdefault((stage, layer), Flips())
+        count.values += int(visible.sum())
+        count.flipped += int(flipped.sum())
+        if bool(flipped.any()) and (count.first is None or self._unrounded(stage, layer)):
+            place = tuple(flipped.nonzero()[0].tolist())
+            count.first = self._local_finding(stage, layer, place, recorded, bound, "beyond the fp32 tolerance")
+            self.first = count.first if self._unrounded(stage, layer) else None
+
+    def _unrounded(self, stage: str, layer: int) -> bool:
+        """No rounding point lies between the recorded inputs of this stage and its value."""
+        if not self.recording.precision.bf16:
+            return stage not in ("latent", "index_key", "index_scale", "index_score")
+        ffn_in = self.recording.stage(self.step, layer, "ffn_in")
+        return stage in ("gate_w", "logits") or (stage == "gate_logits" and ffn_in is not None)
+
+    def _local_finding(
+        self, stage: str, layer: int, place: tuple[int, ...], recorded: Tensor, bound: Approx, limit: str
+    ) -> Finding:
+        found, wanted = float(recorded[place]), float(bound.value[place])
+        text = f"recorded is {found:.8g}, the reference has {wanted:.8g} from the recorded inputs, {limit}"
+        return self._finding(stage, layer, place[0], text)
 
     def _compare(self, stage: str, layer: int, value: Tensor, recorded: Tensor) -> None:
+        """In plain fp32 the reference's own value, from end to end, against the recorded one."""
+        if self.local:
+            return
         visible = recorded != -torch.inf
-        error = (value - recorded).abs()[visible]
-        used = error / self._permitted(stage, layer, recorded.masked_fill(~visible, 0.0))[visible]
-        self.values += error.numel()
-        self.flips += int((error > 2e-5 + 1e-5 * recorded[visible].abs()).sum())
-        wrong = ~(used <= 1)  # NaN never passes
-        if bool(wrong.any()):
-            row = int(visible.nonzero()[wrong.nonzero()[0, 0], 0])
-            place = int(wrong.nonzero()[0, 0])
-            found, wanted = float(value[visible][place]), float(recorded[visible][place])
-            text = (
-                f"the reference has {found:.8g}, recorded is {wanted:.8g}, {float(used[place]):.3g} times the tolerance"
-            )
+        used = ((value - recorded).abs() / tolerance(recorded)).masked_fill(~visible, 0.0)
+        self.values += int(visible.sum())
+        self.tolerance_used = max(self.tolerance_used, float(used.max()))
+        wrong = (~(used <= 1)).nonzero()  # NaN never passes
+        if len(wrong):
+            row, column = wrong[0].tolist()[0], tuple(wrong[0].tolist())
+            found, wanted = float(value[column]), float(recorded[column])
+            text = f"the reference has {found:.8g}, recorded is {wanted:.8g}"
+            text += f", {float(used[column]):.3g} times the tolerance"
             self.first = self._finding(stage, layer, row, text)
-        elif used.numel():
-            self.budget_used = max(self.budget_used, float(used.max()))
 
-    def _permitted(self, stage: str, layer: int, recorded: Tensor) -> Tensor:
-        return self.tolerance(
-            StageValue(
-                model=self.model,
-                state=self.state,
-                step=self.step,
-                layer=layer,
-                stage=stage,
-                recorded=recorded,
-                before=self.last,
-            )
+    def _decide(self, stage: str, layer: int, value: Tensor, recorded: Tensor) -> None:
+        """The recorded set must be a correct choice of the recorded scores, or of the reference's within tolerance."""
+        certificate = (
+            self._certify_topk(value, recorded) if stage == "index_topk" else self._certify(layer, value, recorded)
         )
-
-    def _decide(self, stage: str, layer: int, value: Tensor, recorded: Tensor) -> Tensor:
-        ours, theirs = value.sort(-1).values, recorded.sort(-1).values
         self.sets += len(value)
-        for row in (ours != theirs).any(-1).nonzero().flatten().tolist():
-            a, b = set(ours[row].tolist()), set(theirs[row].tolist())
-            margin, permitted = self._margin(stage, layer, row, sorted(b - a))
-            if not margin <= permitted:
-                text = f"the reference alone has {sorted(a - b)}, recorded alone {sorted(b - a)}"
-                text += f", margin {margin:.3g}, a tie needs {permitted:.3g}"
-                self.first = self._finding(stage, layer, row, text)
-                return value
-            self.ties += 1
-        return recorded
+        row = certificate.first_illegal
+        self.ties += int((certificate.flips > 0).sum()) if row is None else 0
+        if row is not None:
+            a, b = set(value[row].tolist()), set(recorded[row].tolist())
+            text = f"the reference alone has {sorted(a - b)}, recorded alone {sorted(b - a)}, no certified tie: "
+            self.first = self._finding(stage, layer, row, text + certificate.describe(stage))
 
-    def _margin(self, stage: str, layer: int, row: int, foreign: list[int]) -> tuple[float, float]:
-        """How far the foreign choices lie behind the cut, and how far apart two honest results may move them."""
-        if stage == "index_topk":
-            scores_S = self.last["index_score"][row]
-            if not all(0 <= s < len(scores_S) for s in foreign):
-                return float("inf"), 0.0
-            slack_S = self._permitted(stage, layer, scores_S.nan_to_num(neginf=0.0))
-            cut = scores_S[self.last["index_topk"][row]].min()
-            return float(cut - scores_S[foreign].min()), 2 * float(slack_S.max())
-        ffn = self.model.weights.layers[layer].ffn
+    def _certify_topk(self, value: Tensor, recorded: Tensor) -> Certificate:
+        scores = self.scores["index_score"]
+        valid = torch.arange(scores.value.shape[1]) <= self.recording.positions(self.step)[:, None]
+        err = scores.err.masked_fill(~valid, 0.0)
+        return certify_topk(scores.value, err, value, recorded, valid=valid)
+
+    def _certify(self, layer: int, value: Tensor, recorded: Tensor) -> Certificate:
+        ffn, config = self.model.weights.layers[layer].ffn, self.model.config
         assert isinstance(ffn, MoeWeights)
-        logits_E, config = self.last["gate_logits"][row], self.model.config
-        if not all(0 <= e < config.n_routed_experts for e in foreign):
-            return float("inf"), 0.0
-        biased_E = logits_E.sigmoid() + ffn.gate.bias
-        # The sigmoid moves by at most a quarter of its argument; a group score is a sum of two.
-        slack = float(self._permitted("gate_logits", layer, logits_E).max()) / 4
-        per_group_GE = biased_E.view(config.n_expert_groups, -1)
-        group_G = per_group_GE.topk(min(2, per_group_GE.shape[1]), -1).values.sum(-1).sort(descending=True).values
-        kept = config.n_limited_groups
-        group_margin = float(group_G[kept - 1] - group_G[kept]) / 2 if kept < len(group_G) else float("inf")
-        cut = biased_E[self.last["gate_idx"][row]].min()
-        return min(abs(float(cut - biased_E[foreign].min())), group_margin), 2 * slack
+        biased = self.bounds.biased_scores(self.scores["gate_logits"], ffn.gate)
+        groups, kept = config.n_expert_groups, config.n_limited_groups
+        return certify_router(
+            biased.value, biased.err, value, recorded, groups=groups, kept=kept, arith=self.bounds.arith
+        )
 
     def _finding(self, stage: str, layer: int, row: int, detail: str) -> Finding:
         rows = len(self.recording.tokens) if stage == "logits" else len(self.recording.positions(self.step))
@@ -291,16 +325,26 @@ class _Comparison:
             step=self.step, layer=layer, stage=stage, request=row // per_request, position=position, detail=detail
         )
 
+    def _alarm(self) -> Finding | None:
+        """The first stage of which more values flipped than honest rounding explains."""
+        for count in self.flips.values():
+            if count.first is not None and count.flipped > FLIP_SHARE * count.values:
+                detail = f"{count.flipped} of {count.values} values flipped, first: {count.first.detail}"
+                return msgspec.structs.replace(count.first, detail=detail)
+        return None
+
     def result(self) -> RunReplay:
         """What the whole run came to."""
+        counts = self.flips.values()
         return RunReplay(
             name=self.recording.name,
             mode=self.recording.mode,
             negative=self.recording.negative,
-            first=self.first,
-            values=self.values,
+            first=self.first or self._alarm(),
+            values=self.values + sum(count.values for count in counts),
             sets=self.sets,
-            flips=self.flips,
+            flips=sum(count.flipped for count in counts),
             ties=self.ties,
+            tolerance_used=self.tolerance_used,
             budget_used=self.budget_used,
         )

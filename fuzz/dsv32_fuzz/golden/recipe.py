@@ -7,9 +7,11 @@ bias are plain fp32. A recording states the SHA-256 of its weights, which is che
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import zlib
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -19,9 +21,10 @@ from dsv32_ref.config import Config
 from dsv32_ref.weights import weight_shapes
 
 
-def recipe_weights(config: Config, seed: int) -> dict[str, Tensor]:
-    """Named fp32 weights of `seed`, under DeepSeek's names, [out, in]."""
-    return {name: _draw(name, shape, seed) for name, shape in weight_shapes(config).items()}
+@functools.lru_cache(maxsize=1)
+def recipe_weights(config: Config, seed: int) -> Mapping[str, Tensor]:
+    """Named fp32 weights of `seed`, under DeepSeek's names, [out, in]; kept, so do not change them."""
+    return MappingProxyType({name: _draw(name, shape, seed) for name, shape in weight_shapes(config).items()})
 
 
 def _draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:

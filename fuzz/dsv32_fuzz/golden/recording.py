@@ -36,6 +36,14 @@ class _Manifest(msgspec.Struct):
     runs: dict[str, _Run]
 
 
+_LOCAL = ("index_score", "attn_out", "residual", "ffn_out")
+_ROUTER = ("gate_logits", "gate_idx", "gate_w")
+
+
+def _cache_names(layer: int) -> list[str]:
+    return [f"cache.L{layer}.{name}" for name in ("kv", "pe", "ik", "ik_scale")]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recording:
     """One recorded run."""
@@ -87,6 +95,23 @@ class Recording:
             return self._visible(flat.to(torch.int64), self.positions(step))
         return flat.to(torch.int64) if stage == "gate_idx" else flat
 
+    def cached(self, layer: int, step: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """What each request has cached after a step: latents [S, D], index keys [S, I] and their scales [S]."""
+        kv, pe, keys, scale = (torch.from_numpy(self.arrays[name]) for name in _cache_names(layer))
+        stop = self.span(step)[1]
+        rows = zip(torch.cat([kv, pe], -1)[:, :stop], keys[:, :stop], scale[:, :stop], strict=True)
+        return [(kv_SD, keys_SI, scale_S.flatten()) for kv_SD, keys_SI, scale_S in rows]
+
+    @property
+    def missing(self) -> list[str]:
+        """The arrays that are not there and that a comparison layer by layer needs."""
+        layers, moe = range(self.config.n_layers), range(self.config.n_dense_layers, self.config.n_layers)
+        needed = [name for layer in layers for name in _cache_names(layer)]
+        for step in range(self.steps):
+            needed += [f"s{step}.L{layer}.{stage}" for layer in layers for stage in _LOCAL]
+            needed += [f"s{step}.L{layer}.{stage}" for layer in moe for stage in _ROUTER] + [f"s{step}.final_norm"]
+        return [name for name in needed if name not in self.arrays]
+
     def _cached(self, step: int, layer: int, stage: str) -> Tensor | None:
         names = {"latent": ("kv", "pe"), "index_key": ("ik",), "index_scale": ("ik_scale",)}[stage]
         parts = [self.arrays.get(f"cache.L{layer}.{name}") for name in names]
@@ -96,7 +121,7 @@ class Recording:
         rows = torch.cat([torch.from_numpy(part[:, start:stop]) for part in parts if part is not None], -1).flatten(
             0, 1
         )
-        return rows[:, 0] if stage == "index_scale" else rows
+        return rows.reshape(-1) if stage == "index_scale" else rows
 
     def _visible(self, recorded_TK: Tensor, positions_T: Tensor) -> Tensor:
         """The recorded top-k padded to `index_topk` with -1; entries in a row's future are fillers and are dropped."""
@@ -144,7 +169,8 @@ def load_recording(folder: Path, config: Config, name: str, mode: str, seed: int
     """One run, with its required keys checked.
 
     Raises:
-        ValueError: tokens, prompt_len, or a step's logits or top-k are missing or misshapen.
+        ValueError: tokens, prompt_len, or a step's logits or top-k are missing or misshapen; in a run that quantises,
+            any stage that the stages after it are compared by.
     """
     arrays = load_arrays(folder / f"{name}.npz")
     tokens, prompt = arrays.get("tokens"), arrays.get("prompt_len")
@@ -166,4 +192,7 @@ def load_recording(folder: Path, config: Config, name: str, mode: str, seed: int
     missing = [key for key in needed if key not in arrays]
     if missing:
         raise ValueError(f"{name}: {missing[0]} is missing ({len(missing)} keys in all); record every step")
+    if found.precision != FP32 and found.missing:
+        missing = found.missing
+        raise ValueError(f"{name}: {missing[0]} is missing ({len(missing)} keys in all); a run that quantises needs it")
     return found
