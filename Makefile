@@ -23,7 +23,7 @@ signoff: $(VENV)/ready
 	$(BIN)/dsv32 signoff
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not nightly"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not nightly"
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
