@@ -53,6 +53,7 @@ def check(counted: dict[str, Any], case: dict[str, Any]) -> None:
     assert counted["wrong"] == []
     assert dict(zip(STAGES, counted["visits"], strict=True)) == visits
     assert counted["router_shapes"] == [[len(case["lengths"]), 256]]
+    assert 0 < counted["budget"] <= 1
     assert counted["casts"] == (mixtures if PRESETS[case["options"]].logits == "fp32" else 0)
     assert counted["plan_launches"] == 1
     assert counted["parameters"] == sum(math.prod(shape) for shape in weight_shapes(config).values())
