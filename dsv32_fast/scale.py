@@ -1,9 +1,9 @@
 """The optimised path at the true shapes of the 671B model, in a few GiB: every matrix is a window of a shared pool.
 
 A matrix is a view that starts somewhere in its pool, and the experts of a layer are windows that start `STEP` values
-apart: all matrices of a layer differ, and nearly all of their storage is common. Such weights have every shape and type of the
-real ones, and the statistics that keep 61 layers finite (N(0, 1/in), norm gains of one, a router bias with a large
-offset). They say nothing about the values of a real checkpoint.
+apart: all matrices of a layer differ, and nearly all of their storage is common. Such weights have every shape and type
+of the real ones, and the statistics that keep 61 layers finite (N(0, 1/in), norm gains of one, a router bias with a
+large offset). They say nothing about the values of a real checkpoint.
 
 Legend: T rows, E experts, H heads, X nope + value width, C latent, D latent + RoPE width, I indexer width.
 """
@@ -29,7 +29,7 @@ from dsv32_ref.config import Config
 from dsv32_ref.weights import Weights
 
 STEP = 4099
-"""Values between the starts of two experts: a prime, so that no two of 256 experts share a row of 256 values or more."""
+"""Values between the starts of experts: a prime, so that no two of 256 experts share a row of 256 or more values."""
 _SLACK = 1 << 21
 """Values of a pool beyond the largest matrix: room for the starts of all windows, and for 255 steps."""
 _STARTS = _SLACK - 256 * STEP
