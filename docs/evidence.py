@@ -29,7 +29,7 @@ def run(*arguments: str) -> str:
 
 
 def signoff(preset: str, folder: Path) -> str:
-    """The terminal's text of a sign-off, without the run's folder; the short profile where there is no cache to doubt."""
+    """The terminal's text of a sign-off, without the run's folder; the short profile where there is no cache."""
     profile = "ci" if preset == "baseline" else "signoff"
     text = run("signoff", "--options", preset, "--profile", profile, "--out", str(folder / preset))
     seconds = json.loads((folder / preset / "report.json").read_text())["seconds"]

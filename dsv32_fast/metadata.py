@@ -18,6 +18,7 @@ import torch
 
 from dsv32_fast.batch import StepBatch
 from dsv32_fast.kernels.protocol import PlannerKernels
+from dsv32_fast.offsets import INT32_MAX
 from dsv32_fast.options import KeyPolicy, Options, SplitCap
 from dsv32_fast.plan import PlanBuffers
 
@@ -114,8 +115,14 @@ class MetadataBuilder:
     last_key: Hashable = None
 
     def __post_init__(self) -> None:
-        """Allocate every buffer once, with vLLM's sizes, types and initial values."""
+        """Allocate every buffer once, with vLLM's sizes, types and initial values.
+
+        Raises:
+            ValueError: more index entries than an int32 row pointer can count.
+        """
         config, N = self.config, self.config.max_num_batched_tokens
+        if config.topk * N > INT32_MAX:
+            raise ValueError(f"max_num_batched_tokens {N} * topk {config.topk} exceeds paged_kv_indptr's int32")
         self.num_heads = max(MIN_HEADS, config.num_heads)
 
         def zeros(size: int) -> torch.Tensor:

@@ -67,6 +67,12 @@ def test_a_step_above_the_buffers_is_refused() -> None:
         make(PRESETS["baseline"]).build(decode(*[1] * (ROWS + 1)))
 
 
+def test_buffers_that_int32_cannot_address_are_refused() -> None:
+    """The refusal comes before any memory is taken."""
+    with pytest.raises(ValueError, match="int32"):
+        make(PRESETS["baseline"], max_num_batched_tokens=2**20)
+
+
 def test_tail_clear_counts_exactly_what_a_shrink_leaves() -> None:
     """4 (d_req + topk d_tokens) bytes for the shrink, and the indptr tail that every version fills."""
     builder = make(PRESETS["pr42982"])
