@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -18,14 +19,17 @@ from dsv32_fuzz.explore import explore
 from dsv32_fuzz.targets.intree import InTreeTarget
 
 DSV32 = [str(Path(sys.executable).parent / "dsv32")]
+ROOT = Path(__file__).resolve().parents[1]
 SEEDS = (0, 1000, 2000)
 
 
 def run(*arguments: str) -> str:
     """The command's output, as a block with its exit code."""
-    done = subprocess.run([*DSV32, *arguments], capture_output=True, text=True, check=False)
-    shown = " ".join(a for a in arguments if not a.startswith("/"))
-    return f"`dsv32 {shown}` (exit {done.returncode})\n\n```\n{done.stdout.rstrip()}\n```\n"
+    environment = {**os.environ, "COLUMNS": "120"}
+    done = subprocess.run([*DSV32, *arguments], capture_output=True, text=True, check=False, env=environment)
+    shown = " ".join(arguments)
+    text = f"`dsv32 {shown}` (exit {done.returncode})\n\n```\n{done.stdout.rstrip()}\n```\n"
+    return text.replace(f"{ROOT}/", "")
 
 
 def signoff(preset: str, folder: Path) -> str:
@@ -57,7 +61,7 @@ def time_to_falsify() -> str:
 
 def main() -> None:
     """Write docs/evidence.md."""
-    data = Path(__file__).parents[1] / "fuzz" / "dsv32_fuzz" / "data" / "plans"
+    data = ROOT / "fuzz" / "dsv32_fuzz" / "data" / "plans"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         parts = [
