@@ -73,7 +73,7 @@ def collect(
     """Drain the stream: every event goes to the journal and the listeners first, then into the evidence."""
     evidence = Evidence()
     listeners = list(listeners)
-    with (folder / "events.jsonl").open("wb") as journal:
+    with interrupts.noted(), (folder / "events.jsonl").open("wb") as journal:
         for event in _until_interrupted(events, interrupts):
             journal.write(journal_line(event))
             journal.flush()
@@ -84,7 +84,7 @@ def collect(
 
 
 def _until_interrupted(events: Generator[Event, None, None], interrupts: Interrupts) -> Iterator[Event]:
-    """The events; after an interrupt whose exception got lost, it is raised again inside the stream, once."""
+    """The events; a noted interrupt is raised inside the stream, between two of them, once."""
     raised = False
     for event in events:
         yield event
