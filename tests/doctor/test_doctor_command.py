@@ -13,7 +13,7 @@ import pytest
 from dsv32_fast.doctor import Gpu, examine
 from dsv32_fast.kernels.installed import find_aiter
 from dsv32_fast.kernels.signatures import FUNCTIONS, HOMES, signature
-from dsv32_reports.doctor_command import WRONG_AITER, doctor_exit_code, doctor_json, doctor_text
+from dsv32_reports.diagnosis import WRONG_AITER, doctor_exit_code, doctor_json, doctor_text
 
 MI355X = Gpu(name="AMD Instinct MI355X", arch="gfx950", compute_units=256)
 

@@ -1,0 +1,1 @@
+"""The commands of `dsv32`, one module each; `dsv32_reports.cli` registers them."""

@@ -1,0 +1,50 @@
+"""What every command shares: its options, its errors, its exit codes."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Annotated, NoReturn, ParamSpec
+
+import typer
+
+from dsv32_fast.options import PRESETS
+from dsv32_fuzz.verdict import Status
+from dsv32_reports.model import EXIT_INTERRUPTED, EXIT_USAGE
+
+P = ParamSpec("P")
+
+EXIT_OF_STATUS = {Status.PASSED: 0, Status.FAILED: 1, Status.MISTRUSTED: 3, Status.SKIPPED: 3}
+
+OptionsName = Annotated[str, typer.Option("--options", help=f"Options of the optimised path: {', '.join(PRESETS)}.")]
+Assignments = Annotated[
+    list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Set one field of the options, e.g. bias=fp32.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+def fail(message: str) -> NoReturn:
+    """One line on standard error, exit 2."""
+    print(f"dsv32: error: {' '.join(message.split())}", file=sys.stderr)
+    raise typer.Exit(EXIT_USAGE)
+
+
+def command(function: Callable[P, int]) -> Callable[P, None]:
+    """Turn a function that returns an exit code into a command with the suite's errors and exit codes."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            code = function(*args, **kwargs)
+        except KeyboardInterrupt:
+            print("dsv32: interrupted", file=sys.stderr)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        except ValueError as error:
+            fail(str(error))
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            fail(f"{where}{error.strerror}; free space or choose another place, then run the command again")
+        raise typer.Exit(code)
+
+    return run
