@@ -13,9 +13,10 @@ import time
 from pathlib import Path
 
 from dsv32_fast.options import PRESETS
-from dsv32_fuzz.campaign import CHECKS
+from dsv32_fuzz.case import Case
 from dsv32_fuzz.events import CounterexampleFound
 from dsv32_fuzz.explore import explore
+from dsv32_fuzz.properties import StepTraffic
 from dsv32_fuzz.targets.intree import InTreeTarget
 
 DSV32 = [str(Path(sys.executable).parent / "dsv32")]
@@ -47,10 +48,10 @@ def time_to_falsify() -> str:
     for (preset, classes), seed in itertools.product(scopes.items(), SEEDS):
         for scope in classes:
             started = time.monotonic()
-            events = explore(InTreeTarget(PRESETS[preset]), scope, CHECKS, run_seed=seed, seconds=60)
+            events = explore(StepTraffic(InTreeTarget(PRESETS[preset]), scope), run_seed=seed, seconds=60)
             found = next((event for event in events if isinstance(event, CounterexampleFound)), None)
             seconds = time.monotonic() - started
-            if found is None:
+            if found is None or not isinstance(found.case, Case):
                 rows.append(f"| {preset} | {scope} | {seed} | none in {seconds:.0f} | | | |")
                 continue
             requests = max(len(step.query_lens) for step in found.case.steps)

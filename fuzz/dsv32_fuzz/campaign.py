@@ -16,11 +16,9 @@ from pathlib import Path
 import msgspec
 
 from dsv32_fuzz.case import Case, Dims
-from dsv32_fuzz.checks import Check, merge, run_case
+from dsv32_fuzz.checks import merge, run_case
+from dsv32_fuzz.checks.catalogue import STEP_CHECKS, STEP_CHECKS_BY_NAME
 from dsv32_fuzz.checks.exhaustive import WORLDS_ANY_Q, WORLDS_Q1, prove_key
-from dsv32_fuzz.checks.hygiene import BufferHygiene
-from dsv32_fuzz.checks.metadata import StepMetadata
-from dsv32_fuzz.checks.planner import CacheTransparency, KeySufficiency, PlanCoverage, PlannerInputCheck
 from dsv32_fuzz.events import (
     Event,
     PhaseStarted,
@@ -34,22 +32,13 @@ from dsv32_fuzz.explore import counterexample, explore
 from dsv32_fuzz.golden.components import ComponentReplay
 from dsv32_fuzz.golden.decodes import RunReplay, replay_decodes
 from dsv32_fuzz.golden.plans import DEFINED, UNDEFINED, replay_plans
+from dsv32_fuzz.properties import StepTraffic
 from dsv32_fuzz.skip_rate import SkipCount, explain_misses, skip_rate, skip_table
 from dsv32_fuzz.strategies import SCOPES, WORLDS, World
 from dsv32_fuzz.targets import Target
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_fuzz.verdict import Status, Verdict, worst
 from dsv32_fuzz.workload import PR42982_WORKLOAD, Workload, steps
-
-CHECKS: tuple[type[Check], ...] = (
-    PlannerInputCheck,
-    KeySufficiency,
-    CacheTransparency,
-    PlanCoverage,
-    StepMetadata,
-    BufferHygiene,
-)
-CHECKS_BY_NAME: dict[str, type[Check]] = {check.name: check for check in CHECKS}
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,7 +162,7 @@ def search(target: Target, scope: str, profile: Profile, run_seed: int) -> Itera
     title = f"search {scope.replace('_', ' ')} traffic"
     seconds, examples = profile.fuzz_seconds, profile.fuzz_examples
     yield PhaseStarted(phase=f"fuzz:{scope}", title=title, seconds=seconds)
-    yield from explore(target, scope, CHECKS, run_seed=run_seed, seconds=seconds, examples=examples)
+    yield from explore(StepTraffic(target, scope), run_seed=run_seed, seconds=seconds, examples=examples)
 
 
 def skip_rates(target: InTreeTarget, requests: tuple[int, ...], run_seed: int) -> Iterator[Event]:
@@ -243,10 +232,10 @@ def workload_runs(target: Target, seconds: float, run_seed: int) -> Iterator[Eve
             case = _serving_case(target, OWN_WORKLOAD, run_seed, WORLDS[0])
         else:
             case = _serving_case(target, *trial_workload(run_seed, number))
-        verdicts = run_case(case, target, CHECKS)
+        verdicts = run_case(case, target, STEP_CHECKS)
         for verdict in verdicts:
             if verdict.status is Status.FAILED and verdict.check not in told:
-                found = counterexample(_window(case, target, verdict), target, CHECKS)
+                found = counterexample(StepTraffic(target, case.scope), _window(case, target, verdict))
                 told |= {other.check for other in found.verdicts if other.status is Status.FAILED}
                 yield found
             totals[verdict.check] = merge([totals[verdict.check], verdict]) if verdict.check in totals else verdict
@@ -275,7 +264,7 @@ def _serving_case(target: Target, workload: Workload, seed: int, world: World) -
 
 def _window(case: Case, target: Target, verdict: Verdict) -> Case:
     """The shortest end of the run up to the first violation that still fails, most often two steps."""
-    check = CHECKS_BY_NAME[verdict.check]
+    check = STEP_CHECKS_BY_NAME[verdict.check]
     last = verdict.step
     length = 2
     while length <= last:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -66,7 +66,45 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 raise ValueError(f"step {i} has {step.num_tokens} rows, above max_num_batched_tokens")
 
 
-def load_case(path: Path) -> Case:
+class InputCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An input of a check that draws its own, as plain data; the check knows its form."""
+
+    format: Literal["dsv32-input/1"] = "dsv32-input/1"
+    check: str
+    """Name of the check that failed on it."""
+    target: str = "in-tree"
+    options: Options | None = None
+    """Options of the in-tree path; other targets are what their code does."""
+    input: dict[str, Any]
+    note: str = ""
+
+    @property
+    def scope(self) -> str:
+        """The check is its own scope."""
+        return self.check
+
+
+AnyCase = Case | InputCase
+_FORMATS: dict[str, type[Case] | type[InputCase]] = {"dsv32-case/1": Case, "dsv32-input/1": InputCase}
+
+
+class _Format(msgspec.Struct):
+    format: str = "dsv32-case/1"
+
+
+def decode_case(document: bytes) -> AnyCase:
+    """A case from its JSON document.
+
+    Raises:
+        ValueError: not a case.
+    """
+    kind = msgspec.json.decode(document, type=_Format).format
+    if kind not in _FORMATS:
+        raise ValueError(f"the format {kind!r} is not one of {', '.join(_FORMATS)}")
+    return msgspec.json.decode(document, type=_FORMATS[kind])
+
+
+def load_case(path: Path) -> AnyCase:
     """Read a case.
 
     Raises:
@@ -77,17 +115,15 @@ def load_case(path: Path) -> Case:
             raise ValueError("no regular file")
         if path.stat().st_size > MAX_CASE_BYTES:
             raise ValueError(f"larger than {MAX_CASE_BYTES} bytes")
-        return msgspec.json.decode(path.read_bytes(), type=Case)
+        return decode_case(path.read_bytes())
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); give a case file that a run saved") from error
     except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(
-            f"{path}: not a dsv32-case/1 document ({reason}); give a case file that a run saved"
-        ) from error
+        raise ValueError(f"{path}: not a saved case ({reason}); give a case file that a run saved") from error
 
 
-def save_case(case: Case, path: Path) -> None:
+def save_case(case: AnyCase, path: Path) -> None:
     """Write a case so that a crash leaves the old file or the new one, never half of one."""
     write_atomically(path, msgspec.json.format(msgspec.json.encode(case), indent=2) + b"\n")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from dsv32_fuzz.case import Case
+from dsv32_fuzz.case import AnyCase
 from dsv32_fuzz.verdict import Verdict
 
 
@@ -44,7 +44,7 @@ class VerdictReached(Event, frozen=True, kw_only=True):
 class CounterexampleFound(Event, frozen=True, kw_only=True):
     """A shrunk case on which a check fails, and what every other check says of it."""
 
-    case: Case
+    case: AnyCase
     summary: str
     verdicts: list[Verdict]
 

@@ -1,4 +1,4 @@
-"""Property-based search for a failing step sequence in one traffic class, and its shrinking by Hypothesis."""
+"""Property-based search for a failing case of one property, and its shrinking by Hypothesis."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from dataclasses import dataclass, field
 import msgspec
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 
-from dsv32_fuzz.case import Case
-from dsv32_fuzz.checks import Check, merge, run_case
+from dsv32_fuzz.case import AnyCase
+from dsv32_fuzz.checks import merge
 from dsv32_fuzz.events import CounterexampleFound, Event, Progress, VerdictReached
-from dsv32_fuzz.shrink import reduce_steps
-from dsv32_fuzz.strategies import SCOPES, Steps, World, dims_for, worlds
-from dsv32_fuzz.targets import Target
+from dsv32_fuzz.properties import Property
 from dsv32_fuzz.verdict import Status, Verdict
 
 EXAMPLES_PER_ROUND = 100
@@ -30,29 +28,27 @@ class _FalsifiedError(Exception):
 class _Round:
     """One Hypothesis run: its totals, and after a failure the check that is being shrunk and the smallest case."""
 
-    target: Target
-    scope: str
-    checks: Sequence[type[Check]]
+    property: Property
+    checks: Sequence[str]
     deadline: float
     at_least: int
     """Examples that are tried whatever the time."""
     totals: dict[str, Verdict] = field(default_factory=dict)
     failing: str = ""
-    smallest: Case | None = None
+    smallest: AnyCase | None = None
     executed: int = 0
-    _outcomes: dict[Case, str] = field(default_factory=dict)
+    _outcomes: dict[bytes, str] = field(default_factory=dict)
 
-    def test(self, steps: Steps, world: World) -> None:
+    def test(self, case: AnyCase) -> None:
         """The property: no check fails. Fails for one check only, so that shrinking stays on one cause."""
-        case = case_of(self.target, self.scope, self.failing, steps, world)
         if self.failing:
-            self._shrink(case)
+            self._shrink(msgspec.structs.replace(case, check=self.failing))
         elif self.executed < self.at_least or time.monotonic() < self.deadline:
             self._try(case)
 
-    def _try(self, case: Case) -> None:
+    def _try(self, case: AnyCase) -> None:
         self.executed += 1
-        verdicts = run_case(case, self.target, self.checks)
+        verdicts = self.property.judge(case, self.checks)
         for verdict in verdicts:
             known = self.totals.get(verdict.check)
             self.totals[verdict.check] = merge([known, verdict]) if known else verdict
@@ -61,75 +57,64 @@ class _Round:
             self.failing = failed.check
             self.deadline = time.monotonic() + SHRINK_SECONDS
             case = msgspec.structs.replace(case, check=failed.check)
-            self._outcomes[case] = failed.summary
+            self._outcomes[msgspec.json.encode(case)] = failed.summary
             self._fail(case)
 
-    def _shrink(self, case: Case) -> None:
-        if case not in self._outcomes:
+    def _shrink(self, case: AnyCase) -> None:
+        document = msgspec.json.encode(case)
+        if document not in self._outcomes:
             # Past the deadline nothing new is tried, but a known failure must go on failing, else it would look flaky.
-            self._outcomes[case] = self._run_failing(case) if time.monotonic() < self.deadline else ""
-        if self._outcomes[case]:
+            self._outcomes[document] = self._run_failing(case) if time.monotonic() < self.deadline else ""
+        if self._outcomes[document]:
             self._fail(case)
 
-    def _run_failing(self, case: Case) -> str:
-        checks = [check for check in self.checks if check.name == self.failing]
-        (verdict,) = run_case(case, self.target, checks)
+    def _run_failing(self, case: AnyCase) -> str:
+        (verdict,) = self.property.judge(case, [self.failing])
         return verdict.summary if verdict.status is Status.FAILED else ""
 
-    def _fail(self, case: Case) -> None:
+    def _fail(self, case: AnyCase) -> None:
         self.smallest = case
-        raise _FalsifiedError(self._outcomes[case])
+        raise _FalsifiedError(self._outcomes[msgspec.json.encode(case)])
 
 
-def case_of(target: Target, scope: str, check: str, steps: Steps, world: World) -> Case:
-    """The replayable case of a step sequence at the true constants."""
-    dims = dims_for(steps, world)
-    return Case(check=check, scope=scope, target=target.name, options=target.options, dims=dims, steps=steps)
+def counterexample(searched: Property, case: AnyCase) -> CounterexampleFound:
+    """Shrink a failing case further by other means than drawing, and ask every check about what is left."""
 
-
-def counterexample(case: Case, target: Target, checks: Sequence[type[Check]]) -> CounterexampleFound:
-    """Shrink a failing case further by dropping steps and requests, and ask every check about what is left."""
-
-    def fails(steps: Steps) -> bool:
-        smaller = msgspec.structs.replace(case, steps=steps)
-        (verdict,) = run_case(smaller, target, [check for check in checks if check.name == case.check])
+    def fails(smaller: AnyCase) -> bool:
+        (verdict,) = searched.judge(smaller, [case.check])
         return verdict.status is Status.FAILED
 
-    case = msgspec.structs.replace(case, steps=reduce_steps(case.steps, fails))
-    verdicts = run_case(case, target, checks)
+    case = searched.smaller(case, fails)
+    verdicts = searched.judge(case, searched.checks)
     (own,) = [verdict for verdict in verdicts if verdict.check == case.check]
     return CounterexampleFound(case=case, summary=own.summary, verdicts=verdicts)
 
 
-def explore(
-    target: Target, scope: str, checks: Sequence[type[Check]], *, run_seed: int, seconds: float, examples: int = 0
-) -> Iterator[Event]:
-    """Search one traffic class for `seconds` and for at least `examples`, so that a slow machine still searches.
+def explore(searched: Property, *, run_seed: int, seconds: float, examples: int = 0) -> Iterator[Event]:
+    """Search one property for `seconds` and for at least `examples`, so that a slow machine still searches.
 
     Every failing check is shrunk once and then set aside.
 
     Yields progress, a counterexample per failing check, and at the end one verdict per check.
     """
-    phase = f"fuzz:{scope}"
+    phase = f"fuzz:{searched.scope}"
     started = time.monotonic()
-    active, totals, executed, round_number = list(checks), dict[str, Verdict](), 0, 0
+    active, totals, executed, round_number = list(searched.checks), dict[str, Verdict](), 0, 0
     while active and (executed < examples or time.monotonic() < started + seconds):
-        current = _Round(
-            target=target, scope=scope, checks=active, deadline=started + seconds, at_least=examples - executed
-        )
+        current = _Round(property=searched, checks=active, deadline=started + seconds, at_least=examples - executed)
         _run_round(current, run_seed + round_number)
         round_number += 1
         executed += current.executed
         for name, verdict in current.totals.items():
             totals[name] = merge([totals[name], verdict]) if name in totals else verdict
         if current.smallest is not None:
-            yield counterexample(current.smallest, target, checks)
-            active = [check for check in active if totals[check.name].status is not Status.FAILED]
+            yield counterexample(searched, current.smallest)
+        active = [name for name in active if totals[name].status not in (Status.FAILED, Status.SKIPPED)]
         done = min((time.monotonic() - started) / seconds, executed / examples if examples else 1.0, 1.0)
-        yield Progress(phase=phase, done=done, text=f"{executed} step sequences")
-    for check in checks:
-        if check.name in totals:
-            yield VerdictReached(phase=phase, scope=scope, verdict=totals[check.name])
+        yield Progress(phase=phase, done=done, text=f"{executed} cases")
+    for name in searched.checks:
+        if name in totals:
+            yield VerdictReached(phase=phase, scope=searched.scope, verdict=totals[name])
 
 
 def _run_round(current: _Round, number: int) -> None:
@@ -144,9 +129,9 @@ def _run_round(current: _Round, number: int) -> None:
         suppress_health_check=list(HealthCheck),
         verbosity=Verbosity.quiet,
     )
-    @given(SCOPES[current.scope](), worlds())
-    def falsify(steps: Steps, world: World) -> None:
-        current.test(steps, world)
+    @given(current.property.cases())
+    def falsify(case: AnyCase) -> None:
+        current.test(case)
 
     with suppress(_FalsifiedError):
         falsify()

@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 from dsv32_fast.options import Options, describe
-from dsv32_fuzz.campaign import CHECKS, CHECKS_BY_NAME
-from dsv32_fuzz.case import Case
-from dsv32_fuzz.checks import run_case
+from dsv32_fuzz.case import AnyCase, Case
+from dsv32_fuzz.checks.catalogue import STEP_CHECKS_BY_NAME
+from dsv32_fuzz.properties import property_of
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_fuzz.verdict import Status, Verdict
 
 
-def replay_case(case: Case, options: Options | None = None) -> tuple[Verdict, str]:
+def replay_case(case: AnyCase, options: Options | None = None) -> tuple[Verdict, str]:
     """The verdict of the check that the case was saved for, and the options used, in words.
 
-    Every check runs, and any failure is a failure. With other options the plan may no longer be reused on this case;
-    the cache checks then have nothing to look at, and the case passes if the rebuilt plans are right.
+    Every check of the case's property runs, and any failure is a failure. With other options the plan may no longer be
+    reused on this case; the cache checks then have nothing to look at, and the case passes if the rebuilt plans are
+    right.
 
     Raises:
         ValueError: the case names an unknown check, or has no options and none are given.
     """
-    if case.check not in CHECKS_BY_NAME:
-        raise ValueError(f"the case names the unknown check {case.check!r}; known are {', '.join(CHECKS_BY_NAME)}")
     if options is None and case.target != "in-tree":
         raise ValueError(f"the case is for target {case.target}; give --options to run it on the in-tree path")
     used = options or case.options
     if used is None:
         raise ValueError("the case has no options of the in-tree path; give --options")
-    verdicts = {verdict.check: verdict for verdict in run_case(case, InTreeTarget(used), CHECKS)}
+    judged = property_of(case, InTreeTarget(used))
+    verdicts = {verdict.check: verdict for verdict in judged.judge(case, judged.checks)}
     own = verdicts[case.check]
     other = next((verdict for verdict in verdicts.values() if verdict.status is Status.FAILED), own)
     if own.status is not Status.FAILED and other.status is Status.FAILED:
         return other, describe(used)
-    rebuilt = CHECKS_BY_NAME[case.check].needs_cache and own.status in (Status.MISTRUSTED, Status.SKIPPED)
-    if options is not None and rebuilt and verdicts["plan_coverage"].status is Status.PASSED:
+    if options is not None and isinstance(case, Case) and _rebuilt(own, verdicts):
         summary = f"the plan is rebuilt at each of the {len(case.steps)} steps, and covers every row exactly once"
         own = Verdict(check=case.check, status=Status.PASSED, summary=summary, measured=own.measured)
     return own, describe(used)
+
+
+def _rebuilt(own: Verdict, verdicts: dict[str, Verdict]) -> bool:
+    """Whether the check only had nothing to look at, because no plan was reused, and every plan is right."""
+    nothing_reused = STEP_CHECKS_BY_NAME[own.check].needs_cache and own.status in (Status.MISTRUSTED, Status.SKIPPED)
+    return nothing_reused and verdicts["plan_coverage"].status is Status.PASSED

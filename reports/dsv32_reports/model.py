@@ -60,7 +60,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     classification: str
     also_fails: list[str]
     """Other checks that fail on the same case."""
-    steps: list[str]
+    shown: list[str]
+    """The case in lines, the first few."""
     file: str
     command: str
 

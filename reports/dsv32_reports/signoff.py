@@ -11,7 +11,7 @@ from typing import Any
 
 from dsv32_fast.batch import StepBatch
 from dsv32_fast.options import describe
-from dsv32_fuzz.case import save_case, write_atomically
+from dsv32_fuzz.case import AnyCase, Case, save_case, write_atomically
 from dsv32_fuzz.events import (
     CounterexampleFound,
     Event,
@@ -117,7 +117,7 @@ def _save(found: CounterexampleFound, folder: Path) -> Finding:
         summary=found.summary,
         classification=classify(found),
         also_fails=[v.check for v in found.verdicts if v.status is Status.FAILED and v.check != case.check],
-        steps=[show_step(step) for step in case.steps[:8]],
+        shown=shown_case(case)[:8],
         file=str(path.relative_to(folder)),
         command=f"dsv32 replay {shlex.quote(str(path))}",
     )
@@ -138,6 +138,13 @@ def classify(found: CounterexampleFound) -> str:
         "buffer_hygiene": "stale entries stay where a padded or replayed row reads",
         "planner_input": "the builder asks the planner for other rows than the step has",
     }.get(found.case.check, "the plan differs from a rebuild")
+
+
+def shown_case(case: AnyCase) -> list[str]:
+    """A case in lines: its step batches, or the fields of the input that a check drew."""
+    if isinstance(case, Case):
+        return [f"step {i}: {show_step(step)}" for i, step in enumerate(case.steps)]
+    return [f"{name}: {value}" for name, value in case.input.items()]
 
 
 def show_step(step: StepBatch) -> str:

@@ -47,7 +47,7 @@ class ProgressListener:
             case ProgressEvent():
                 self._bars.update(self._task, completed=event.done, note=event.text)
             case CounterexampleFound():
-                text = f"counterexample: {event.case.check} in {event.case.scope} ({len(event.case.steps)} steps)"
+                text = f"counterexample: {event.case.check} in {event.case.scope}"
                 self._console.print(text, markup=False, highlight=False, style="red")
             case RunFinished():
                 self._bars.stop()
@@ -119,8 +119,8 @@ def _print_finding(finding: Finding, console: Console) -> None:
     _say(console, f"  {finding.classification}")
     if finding.also_fails:
         _say(console, f"  also fails: {', '.join(finding.also_fails)}")
-    for i, step in enumerate(finding.steps):
-        _say(console, f"  step {i}: {step}")
+    for line in finding.shown:
+        _say(console, f"  {line}")
     _say(console, f"  {finding.command}")
 
 

@@ -14,9 +14,9 @@ from dsv32_fast.batch import StepBatch
 from dsv32_fast.metadata import MetadataBuilder, SparseMlaMetadata
 from dsv32_fast.options import PRESETS, resolve
 from dsv32_fast.plan import PlanBuffers
-from dsv32_fuzz.campaign import CHECKS, CHECKS_BY_NAME
 from dsv32_fuzz.case import Case, Dims
 from dsv32_fuzz.checks import merge, run_case
+from dsv32_fuzz.checks.catalogue import STEP_CHECKS, STEP_CHECKS_BY_NAME
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_fuzz.verdict import Status, Verdict, worst
 
@@ -40,7 +40,7 @@ STEPS = (
 def verdicts(target: InTreeTarget, steps: tuple[StepBatch, ...] = STEPS) -> dict[str, Verdict]:
     dims = Dims(max_num_batched_tokens=64)
     case = Case(check="", scope="mixed", options=target.options, dims=dims, steps=steps)
-    return {verdict.check: verdict for verdict in run_case(case, target, CHECKS)}
+    return {verdict.check: verdict for verdict in run_case(case, target, STEP_CHECKS)}
 
 
 def target_of(builder: type[MetadataBuilder], preset: str = "pr47766") -> InTreeTarget:
@@ -244,8 +244,8 @@ class Crashes(MetadataBuilder):
         (ReallocatesThePlan, {"step_metadata"}),
         (PointersToNowhere, {"step_metadata"}),
         (LastPageEmpty, {"planner_input", "step_metadata"}),
-        (RaisesAtStart, set(CHECKS_BY_NAME)),
-        (Crashes, set(CHECKS_BY_NAME)),
+        (RaisesAtStart, set(STEP_CHECKS_BY_NAME)),
+        (Crashes, set(STEP_CHECKS_BY_NAME)),
     ],
 )
 def test_fault_is_killed(builder: type[MetadataBuilder], killers: set[str]) -> None:
@@ -259,14 +259,14 @@ def test_fault_is_killed(builder: type[MetadataBuilder], killers: set[str]) -> N
 def test_every_check_kills_a_fault() -> None:
     (mark,) = test_fault_is_killed.pytestmark  # type: ignore[attr-defined]
     assert set().union(*(killers for fault, killers in mark.args[1] if fault not in (Crashes, RaisesAtStart))) == set(
-        CHECKS_BY_NAME
+        STEP_CHECKS_BY_NAME
     )
 
 
 @pytest.mark.parametrize(
     ("steps", "mistrusted"),
     [
-        ((), set(CHECKS_BY_NAME)),
+        ((), set(STEP_CHECKS_BY_NAME)),
         ((decode(rows=4), decode(rows=4)), {"key_sufficiency", "cache_transparency", "buffer_hygiene"}),
         ((decode(300), decode(301)), {"key_sufficiency", "cache_transparency", "buffer_hygiene"}),
         ((decode(4096), decode(4097)), {"buffer_hygiene"}),
@@ -292,7 +292,7 @@ def test_published_collisions_in_a_small_world(name: str) -> None:
     for preset, status in (("pr42982", Status.FAILED), ("pr47766", Status.MISTRUSTED)):
         target = InTreeTarget(PRESETS[preset])
         case = Case(check="", scope="mixed", options=target.options, dims=Dims(topk=4), steps=steps)
-        (found,) = run_case(case, target, [CHECKS_BY_NAME["key_sufficiency"]])
+        (found,) = run_case(case, target, [STEP_CHECKS_BY_NAME["key_sufficiency"]])
         assert found.status is status
 
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from dsv32_fast.batch import StepBatch
 from dsv32_fast.metadata import MetadataBuilder, SparseMlaMetadata
 from dsv32_fast.options import PRESETS
-from dsv32_fuzz.campaign import CHECKS
 from dsv32_fuzz.case import Case
 from dsv32_fuzz.events import CounterexampleFound, VerdictReached
 from dsv32_fuzz.explore import explore
+from dsv32_fuzz.properties import StepTraffic
 from dsv32_fuzz.shrink import reduce_steps
 from dsv32_fuzz.strategies import MAX_MODEL_LEN, SCOPES, Steps, dims_for, mixed_steps, mtp_decode_steps
 from dsv32_fuzz.targets.intree import InTreeTarget
@@ -72,13 +72,13 @@ class PaddingRequest(OnlyWrongWith):
 @pytest.mark.parametrize("fault", [Fp8, SixteenHeads, ManyRows, LongSequence, PaddingRequest])
 def test_every_corner_of_decode_is_visited(fault: type[MetadataBuilder]) -> None:
     target = InTreeTarget(PRESETS["pr47766"], builder=fault)
-    events = explore(target, "decode", CHECKS, run_seed=0, seconds=ENOUGH)
+    events = explore(StepTraffic(target, "decode"), run_seed=0, seconds=ENOUGH)
     assert any(isinstance(event, CounterexampleFound) for event in events)
 
 
 def test_a_capture_build_must_overwrite_the_key() -> None:
     target = InTreeTarget(PRESETS["pr47766"], builder=KeepsItsKeyOverACapture)
-    events = explore(target, "mixed", CHECKS, run_seed=0, seconds=ENOUGH)
+    events = explore(StepTraffic(target, "mixed"), run_seed=0, seconds=ENOUGH)
     found = next(event for event in events if isinstance(event, CounterexampleFound))
     assert [step.max_seq_len == MAX_MODEL_LEN for step in found.case.steps] == [False, True, False]
 
@@ -87,7 +87,7 @@ ENOUGH = 60.0  # the search stops at its first counterexample; this only bounds 
 
 
 def first_counterexample(preset: str, scope: str, seed: int = 0) -> CounterexampleFound:
-    events = explore(InTreeTarget(PRESETS[preset]), scope, CHECKS, run_seed=seed, seconds=ENOUGH)
+    events = explore(StepTraffic(InTreeTarget(PRESETS[preset]), scope), run_seed=seed, seconds=ENOUGH)
     return next(event for event in events if isinstance(event, CounterexampleFound))
 
 
@@ -123,7 +123,7 @@ def test_vllm026_meets_another_split_cap() -> None:
 
 def test_a_failed_check_does_not_hide_the_others() -> None:
     events = list(
-        explore(InTreeTarget(PRESETS["pr42982"]), "chunked_prefill", CHECKS, run_seed=0, seconds=0.1, examples=20)
+        explore(StepTraffic(InTreeTarget(PRESETS["pr42982"]), "chunked_prefill"), run_seed=0, seconds=0.1, examples=20)
     )
     status = by_check([event.verdict for event in events if isinstance(event, VerdictReached)])
     assert status["key_sufficiency"] is Status.FAILED

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from dsv32_fast.options import PRESETS
-from dsv32_fuzz.campaign import CHECKS
+from dsv32_fuzz.checks.catalogue import STEP_CHECKS
 from dsv32_fuzz.events import SequencesChecked, VerdictReached
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_fuzz.verdict import Status, Verdict
@@ -25,7 +25,7 @@ def reached(check: str, scope: str, status: Status = Status.PASSED) -> VerdictRe
 
 
 def everything(status: Status = Status.PASSED) -> list[VerdictReached]:
-    names = [check.name for check in CHECKS]
+    names = [check.name for check in STEP_CHECKS]
     events = [reached(name, scope, status) for name in names for scope in EVERYWHERE]
     return events + [reached(check, scope, status) for check, scopes in REQUIRED.items() for scope in scopes]
 
@@ -36,7 +36,7 @@ def outcome(events: list[VerdictReached], interrupted: bool = False) -> Outcome:
 
 def test_every_check_belongs_to_exactly_one_gate() -> None:
     owned = [check for _, _, checks in GATES.values() for check in checks]
-    assert sorted(owned) == sorted({check.name for check in CHECKS} | set(REQUIRED))
+    assert sorted(owned) == sorted({check.name for check in STEP_CHECKS} | set(REQUIRED))
 
 
 def test_all_passed_is_go() -> None:
@@ -91,7 +91,7 @@ def test_everything_shown_is_escaped() -> None:
         summary=evil,
         classification=evil,
         also_fails=[evil],
-        steps=[evil],
+        shown=[evil],
         file=evil,
         command=evil,
     )

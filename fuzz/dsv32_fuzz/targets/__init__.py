@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dsv32_fast.batch import StepBatch
+from dsv32_fast.kernels.protocol import Kernels
 from dsv32_fast.metadata import SparseMlaMetadata
 from dsv32_fast.options import Options
 from dsv32_fast.plan import PlanBuffers
@@ -110,6 +111,10 @@ class Target(Protocol):
     @property
     def options(self) -> Options | None:
         """Options of the in-tree path; None for a target whose options are what its code does."""
+
+    @property
+    def kernels(self) -> Kernels | None:
+        """The kernels behind AITER's signatures, for checks that call them; None if only plans can be seen."""
 
     def open(self, dims: Dims, *, rebuild: bool = False, poison: int = 0) -> Session:
         """Start an engine; `rebuild` gives the twin that plans every step, `poison` fills fresh plan buffers."""

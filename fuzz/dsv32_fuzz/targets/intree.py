@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from dsv32_fast.batch import StepBatch
-from dsv32_fast.kernels import emulated
 from dsv32_fast.kernels.emulated.device import MI355X, DeviceProperties, emulated_device
-from dsv32_fast.kernels.protocol import PlannerKernels
+from dsv32_fast.kernels.mounted import EMULATION
+from dsv32_fast.kernels.protocol import Kernels, PlannerKernels
 from dsv32_fast.metadata import BuilderConfig, MetadataBuilder, max_split_per_batch, metadata_key
 from dsv32_fast.options import Options
 from dsv32_fuzz.case import Dims
@@ -93,6 +93,8 @@ class InTreeTarget:
     evidence: str = "emulated"
     builder: type[MetadataBuilder] = MetadataBuilder
     """A subclass with a fault takes the path's place; its twin is always the faultless builder."""
+    kernels: Kernels = EMULATION
+    """Kernels with a fault take the place of the emulated ones; the twin always plans with the faultless ones."""
 
     @property
     def caches(self) -> bool:
@@ -110,7 +112,7 @@ class InTreeTarget:
 
     def open(self, dims: Dims, *, rebuild: bool = False, poison: int = 0) -> Session:
         """A fresh builder whose uninitialised plan buffers hold `poison`."""
-        kernels = RecordingKernels(emulated)
+        kernels = RecordingKernels(EMULATION if rebuild else self.kernels)
         # The twin is for the plan; its buffers are not looked at, so it takes the cheap clear.
         options = msgspec.structs.replace(self.options, key="none", clear="tail") if rebuild else self.options
         kv_dtype = torch.bfloat16 if dims.kv_dtype == "bf16" else torch.float8_e4m3fn
