@@ -9,12 +9,32 @@ from typing import Any
 
 import msgspec
 
+from dsv32_fast.options import Options
 from dsv32_fuzz.case import AnyCase
 from dsv32_fuzz.verdict import Verdict
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all events."""
+
+
+class RunStarted(Event, frozen=True, kw_only=True):
+    """The first event of a sign-off: what it was made of, so that the journal alone gives the report again."""
+
+    id: str
+    target: str
+    evidence: str
+    options: Options | None
+    options_text: str
+    started: str
+    """ISO 8601, UTC."""
+    seed: int
+    profile: str
+    fingerprint: dict[str, str]
+    policy: dict[str, Any] = {}
+    approver: str = ""
+    previous: dict[str, Any] | None = None
+    """The last sign-off that this one is compared with: its id, outcome, options, fingerprint and digest."""
 
 
 class PhaseStarted(Event, frozen=True, kw_only=True):
@@ -71,4 +91,13 @@ class RunFinished(Event, frozen=True, kw_only=True):
     interrupted: bool = False
 
 
-AnyEvent = PhaseStarted | Progress | VerdictReached | CounterexampleFound | SequencesChecked | TableMade | RunFinished
+AnyEvent = (
+    RunStarted
+    | PhaseStarted
+    | Progress
+    | VerdictReached
+    | CounterexampleFound
+    | SequencesChecked
+    | TableMade
+    | RunFinished
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from dsv32_reports.commands import bench, bounds, doctor, golden, replay, signoff, tp
+from dsv32_reports.commands import bench, bounds, doctor, golden, replay, signoff, tp, verify
 from dsv32_reports.interrupt import interrupts
 
 HELP = """Decide whether an optimised DeepSeek-V3.2 decode path on AMD MI355X may be deployed.
@@ -27,6 +27,7 @@ bench_app = typer.Typer(help="Benchmarks: ratios measured in one run, never verd
 app.add_typer(bench_app, name="bench")
 
 app.command()(signoff.signoff)
+app.command()(verify.verify)
 app.command()(replay.replay)
 app.command()(golden.golden)
 app.command()(bounds.bounds)

@@ -76,11 +76,23 @@ class Sequences(msgspec.Struct, frozen=True, kw_only=True):
     confidence: float = 0.95
 
 
+class Previous(msgspec.Struct, frozen=True, kw_only=True):
+    """The sign-off that this one is compared with, and what is no longer as it was."""
+
+    id: str
+    outcome: Outcome
+    digest: str
+    changed: list[str]
+    """Options, policy and fingerprint, each as `name: before -> now`."""
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a sign-off says."""
 
     format: Literal["dsv32-report/1"] = "dsv32-report/1"
     id: str
+    folder: str
+    """The name by which the commands in the report call the bundle."""
     outcome: Outcome
     reason: str
     evidence: str
@@ -91,6 +103,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     seed: int
     profile: str
+    approver: str
+    previous: Previous | None
     gates: list[Gate]
     traffic: list[Traffic]
     findings: list[Finding]

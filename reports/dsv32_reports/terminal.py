@@ -57,7 +57,7 @@ class ProgressListener:
         self._bars.stop()
 
 
-def print_report(report: Report, folder: Path, console: Console, *, quiet: bool = False) -> None:
+def print_report(report: Report, folder: Path, digest: str, console: Console, *, quiet: bool = False) -> None:
     """Verdict and path first, then the gates, the counterexamples, the skip rates and what was not judged."""
     console.print(
         Text.assemble(
@@ -67,6 +67,7 @@ def print_report(report: Report, folder: Path, console: Console, *, quiet: bool 
         ),
         soft_wrap=True,
     )
+    _say(console, f"digest: {digest}")
     if quiet:
         return
     _say(console, "")

@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from report_worlds import everything, reached, whole_run
 
-from dsv32_fast.options import PRESETS
 from dsv32_fuzz.checks.catalogue import STEP_CHECKS
-from dsv32_fuzz.events import SequencesChecked, VerdictReached
-from dsv32_fuzz.targets.intree import InTreeTarget
-from dsv32_fuzz.verdict import Status, Verdict
-from dsv32_reports.gates import EVERYWHERE, GATES, REQUIRED, by_traffic, decide, make_gates
+from dsv32_fuzz.events import VerdictReached
+from dsv32_fuzz.verdict import Status
+from dsv32_reports.fold import fold
+from dsv32_reports.gates import GATES, REQUIRED, by_traffic, decide, make_gates
 from dsv32_reports.html_page import render_html
 from dsv32_reports.model import EXIT_CODES, Finding, Outcome
-from dsv32_reports.signoff import Evidence, make_report
 from dsv32_reports.statistics import failure_rate_upper_bound
-
-
-def reached(check: str, scope: str, status: Status = Status.PASSED) -> VerdictReached:
-    phase = f"fuzz:{scope}" if scope in EVERYWHERE[1:] and check not in REQUIRED else scope
-    return VerdictReached(
-        phase=phase, scope=scope, verdict=Verdict(check=check, status=status, summary="s", measured={"steps": 1})
-    )
-
-
-def everything(status: Status = Status.PASSED) -> list[VerdictReached]:
-    names = [check.name for check in STEP_CHECKS]
-    events = [reached(name, scope, status) for name in names for scope in EVERYWHERE]
-    return events + [reached(check, scope, status) for check, scopes in REQUIRED.items() for scope in scopes]
 
 
 def outcome(events: list[VerdictReached], interrupted: bool = False) -> Outcome:
@@ -95,9 +81,8 @@ def test_everything_shown_is_escaped() -> None:
         file=evil,
         command=evil,
     )
-    evidence = Evidence(verdicts=everything(), findings=[finding])
-    evidence.sequences = SequencesChecked(sequences=1, failed=0, step_batches=1)
-    target = InTreeTarget(PRESETS["pr47766"], name=evil)
-    page = render_html(make_report(evidence, target, run_id=evil, seed=0, profile=evil, started=evil))
+    strings = {"id": evil, "target": evil, "profile": evil, "started": evil, "approver": evil, "options_text": evil}
+    report = fold(whole_run(**strings, fingerprint={evil: evil}), evil)
+    page = render_html(msgspec.structs.replace(report, findings=[finding]))
     assert "<img" not in page
-    assert page.count("&lt;img") >= 8
+    assert page.count("&lt;img") >= 12

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -11,14 +10,17 @@ import torch
 import typer
 from rich.console import Console
 
-from dsv32_fast.options import describe, resolve
+from dsv32_fast.options import resolve
 from dsv32_fuzz.campaign import PROFILES, campaign
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_reports import signoff as signoff_run
+from dsv32_reports.bundle import write_bundle
 from dsv32_reports.commands.common import Assignments, Json, OptionsName, command
+from dsv32_reports.fold import make_report
 from dsv32_reports.interrupt import interrupts
 from dsv32_reports.model import EXIT_CODES, EXIT_INTERRUPTED
 from dsv32_reports.terminal import ProgressListener, print_report
+from dsv32_reports.verify import previous_of
 
 
 @command
@@ -28,6 +30,10 @@ def signoff(
     out: Annotated[Path | None, typer.Option(help="Folder of the bundle; default ./signoff-<id>/.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything that is drawn.")] = 0,
     profile: Annotated[str, typer.Option(help=f"How long it takes: {', '.join(PROFILES)}.")] = "signoff",
+    since: Annotated[
+        Path | None, typer.Option(help="Bundle of the last GO; the report says what changed since.", show_default=False)
+    ] = None,
+    approver: Annotated[str, typer.Option(help="Who answers for this sign-off; recorded in the bundle.")] = "",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the verdict and the report's path.")] = False,
     json: Json = False,
 ) -> int:
@@ -39,21 +45,21 @@ def signoff(
         raise ValueError(f"unknown profile {profile!r}; choose one of {', '.join(PROFILES)}")
     torch.set_num_threads(1)  # the tensors are small: more threads only wait for each other
     target = InTreeTarget(resolve(options, tuple(set_ or ())))
-    run_id = signoff_run.new_id(describe(target.options))
-    folder = out or Path(f"signoff-{run_id}")
+    previous = previous_of(since) if since else None
+    started = signoff_run.started(target, seed=seed, profile=profile, approver=approver, previous=previous)
+    folder = out or Path(f"signoff-{started.id}")
     signoff_run.prepare_folder(folder)
-    started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     listener = ProgressListener(Console(stderr=True, quiet=quiet))
     try:
-        events = campaign(target, PROFILES[profile], run_seed=seed)
+        events = signoff_run.run(started, campaign(target, PROFILES[profile], run_seed=seed))
         evidence = signoff_run.collect(events, folder, [listener], interrupts)
     finally:
         listener.close()
-    report = signoff_run.make_report(evidence, target, run_id=run_id, seed=seed, profile=profile, started=started)
-    signoff_run.write_bundle(report, folder)
+    report = make_report(evidence, str(folder))
+    digest = write_bundle(report, folder)
     if json:
         print(msgspec.json.encode(report).decode())
     else:
-        print_report(report, folder, Console(soft_wrap=False), quiet=quiet)
+        print_report(report, folder, digest, Console(soft_wrap=False), quiet=quiet)
     interrupted = evidence.finished is None or evidence.finished.interrupted
     return EXIT_INTERRUPTED if interrupted else EXIT_CODES[report.outcome]

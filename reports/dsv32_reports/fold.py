@@ -1,0 +1,184 @@
+"""From the events of a run to its report: a pure fold, so that whoever has the journal can compute the report again."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dsv32_fast.batch import StepBatch
+from dsv32_fuzz.case import AnyCase, Case
+from dsv32_fuzz.events import (
+    CounterexampleFound,
+    Event,
+    RunFinished,
+    RunStarted,
+    SequencesChecked,
+    TableMade,
+    VerdictReached,
+)
+from dsv32_fuzz.verdict import Status
+from dsv32_reports.gates import NOT_JUDGED, by_traffic, decide, make_gates
+from dsv32_reports.model import Finding, Previous, Report, Sequences
+from dsv32_reports.statistics import failure_rate_upper_bound
+
+
+@dataclass
+class Evidence:
+    """Everything a run said, sorted by kind."""
+
+    started: RunStarted | None = None
+    verdicts: list[VerdictReached] = field(default_factory=list)
+    findings: dict[str, CounterexampleFound] = field(default_factory=dict)
+    """By file name in the bundle's folder `cases`."""
+    sequences: SequencesChecked | None = None
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    finished: RunFinished | None = None
+
+    def add(self, event: Event) -> None:
+        """Take one event in."""
+        match event:
+            case RunStarted():
+                self.started = event
+            case VerdictReached():
+                self.verdicts.append(event)
+            case CounterexampleFound():
+                self.findings[f"{event.case.scope}-{event.case.check}.json"] = event
+            case SequencesChecked():
+                self.sequences = event
+            case TableMade():
+                self.tables[event.name] = event.rows
+            case RunFinished():
+                self.finished = event
+
+
+def fold(events: Iterable[Event], folder: str) -> Report:
+    """The report of a run, `folder` being the name that its commands call the bundle by.
+
+    Raises:
+        ValueError: the events do not begin with `RunStarted`.
+    """
+    evidence = Evidence()
+    for event in events:
+        evidence.add(event)
+    return make_report(evidence, folder)
+
+
+def make_report(evidence: Evidence, folder: str) -> Report:
+    """Fold the evidence into gates, outcome and pages' data.
+
+    Raises:
+        ValueError: the run never started.
+    """
+    started = evidence.started
+    if started is None:
+        raise ValueError("the journal does not begin with RunStarted, so it is not one of a sign-off")
+    gates = make_gates(evidence.verdicts)
+    finished = evidence.finished or RunFinished(seconds=0.0, interrupted=True)
+    outcome, reason = decide(gates, interrupted=finished.interrupted)
+    return Report(
+        id=started.id,
+        folder=folder,
+        outcome=outcome,
+        reason=reason,
+        evidence=started.evidence,
+        target=started.target,
+        options=started.options,
+        options_text=started.options_text,
+        started=started.started,
+        seconds=round(finished.seconds, 1),
+        seed=started.seed,
+        profile=started.profile,
+        approver=started.approver,
+        previous=_previous(started),
+        gates=gates,
+        traffic=by_traffic(evidence.verdicts),
+        findings=[finding(found, name, folder) for name, found in evidence.findings.items()],
+        sequences=_sequences(evidence.sequences),
+        tables=evidence.tables,
+        not_judged=list(NOT_JUDGED),
+        fingerprint=started.fingerprint,
+    )
+
+
+def finding(found: CounterexampleFound, name: str, folder: str) -> Finding:
+    """A counterexample as the report shows it; `name` is its file in the bundle's folder `cases`."""
+    case = found.case
+    path = Path(folder) / "cases" / name
+    return Finding(
+        check=case.check,
+        scope=case.scope,
+        summary=found.summary,
+        classification=classify(found),
+        also_fails=[v.check for v in found.verdicts if v.status is Status.FAILED and v.check != case.check],
+        shown=shown_case(case)[:8],
+        file=f"cases/{name}",
+        command=f"dsv32 replay {shlex.quote(str(path))}",
+    )
+
+
+def classify(found: CounterexampleFound) -> str:
+    """What kind of harm the counterexample does, judged by what all checks say of it."""
+    by_check = {verdict.check: verdict for verdict in found.verdicts}
+    key, plan = by_check.get("key_sufficiency"), by_check.get("plan_coverage")
+    covered = plan is not None and plan.status is Status.PASSED
+    if key and key.status is Status.FAILED and covered:
+        if key.measured["wrongful"] == key.measured["wrongful_split_cap_only"]:
+            return "split cap only: plan differs, coverage still exact; result bits may depend on what ran before"
+        return "reused plan made for other rows; coverage happens to stay exact"
+    if plan is not None and plan.status is Status.FAILED:
+        return "wrong rows: some lose keys, or read keys of a neighbouring request"
+    return {
+        "buffer_hygiene": "stale entries stay where a padded or replayed row reads",
+        "planner_input": "the builder asks the planner for other rows than the step has",
+        "cache_transparency": "the plan differs from a rebuild",
+    }.get(found.case.check, "")
+
+
+def shown_case(case: AnyCase) -> list[str]:
+    """A case in lines: its step batches, or the fields of the input that a check drew."""
+    if isinstance(case, Case):
+        return [f"step {i}: {show_step(step)}" for i, step in enumerate(case.steps)]
+    return [f"{name}: {value}" for name, value in case.input.items()]
+
+
+def show_step(step: StepBatch) -> str:
+    """One step in one line; long lists are cut."""
+
+    def cut(values: tuple[int, ...]) -> str:
+        return (
+            str(list(values)) if len(values) <= 8 else f"[{', '.join(map(str, values[:6]))}, ... {len(values)} in all]"
+        )
+
+    exact = max(step.seq_lens, default=0)
+    bound = f" max_seq_len={step.max_seq_len}" if step.max_seq_len != exact else ""
+    padded = f" padded to {step.num_tokens} rows" if step.num_tokens != step.num_query_tokens else ""
+    return f"q={cut(step.query_lens)} seq={cut(step.seq_lens)}{padded}{bound}"
+
+
+def _sequences(checked: SequencesChecked | None) -> Sequences | None:
+    if checked is None or checked.sequences == 0:
+        return None
+    return Sequences(
+        sequences=checked.sequences,
+        failed=checked.failed,
+        step_batches=checked.step_batches,
+        failure_rate_upper_bound=failure_rate_upper_bound(checked.failed, checked.sequences),
+    )
+
+
+def _previous(started: RunStarted) -> Previous | None:
+    """What changed since the sign-off that was given for comparison."""
+    then = started.previous
+    if then is None:
+        return None
+    before = {"options": then["options_text"], "policy": then["policy"], **then["fingerprint"]}
+    now = {"options": started.options_text, "policy": started.policy, **started.fingerprint}
+    changed = [
+        f"{name}: {before.get(name, 'unknown')} -> {now.get(name, 'unknown')}"
+        for name in dict.fromkeys([*before, *now])
+        if before.get(name) != now.get(name)
+    ]
+    return Previous(id=then["id"], outcome=then["outcome"], digest=then["digest"], changed=changed)
