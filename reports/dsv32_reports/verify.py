@@ -47,8 +47,8 @@ def verify(folder: Path, expected: str = "") -> tuple[list[str], str]:
     return list(dict.fromkeys(problems)), found
 
 
-def previous_of(folder: Path) -> dict[str, Any]:
-    """What a sign-off keeps of the one before, for `RunStarted.previous`.
+def verified_report(folder: Path) -> tuple[Report, str]:
+    """The report of a bundle, and the bundle's digest.
 
     Raises:
         ValueError: no bundle, or one that does not verify.
@@ -56,7 +56,16 @@ def previous_of(folder: Path) -> dict[str, Any]:
     problems, found = verify(folder)
     if problems:
         raise ValueError(f"{folder} does not verify ({problems[0]}); give an unchanged bundle")
-    report = _report(folder / "report.json")
+    return _report(folder / "report.json"), found
+
+
+def previous_of(folder: Path) -> dict[str, Any]:
+    """What a sign-off keeps of the one before, for `RunStarted.previous`.
+
+    Raises:
+        ValueError: no bundle, or one that does not verify.
+    """
+    report, found = verified_report(folder)
     return {
         "id": report.id,
         "outcome": report.outcome.value,
