@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dsv32_fast.batch import StepBatch
 from dsv32_fuzz.case import AnyCase, Case
 from dsv32_fuzz.events import (
@@ -22,6 +24,7 @@ from dsv32_fuzz.events import (
 from dsv32_fuzz.verdict import Status
 from dsv32_reports.gates import NOT_JUDGED, by_traffic, decide, make_gates
 from dsv32_reports.model import Finding, Previous, Report, Sequences
+from dsv32_reports.policy import policy_of
 from dsv32_reports.statistics import failure_rate_upper_bound
 
 
@@ -75,9 +78,17 @@ def make_report(evidence: Evidence, folder: str) -> Report:
     started = evidence.started
     if started is None:
         raise ValueError("the journal does not begin with RunStarted, so it is not one of a sign-off")
-    gates = make_gates(evidence.verdicts)
+    policy = policy_of(started.policy)
+    gates = make_gates(evidence.verdicts, policy)
     finished = evidence.finished or RunFinished(seconds=0.0, interrupted=True)
-    outcome, reason = decide(gates, interrupted=finished.interrupted)
+    sequences = _sequences(evidence.sequences)
+    outcome, reason = decide(
+        gates,
+        interrupted=finished.interrupted,
+        policy=policy,
+        evidence=started.evidence,
+        failing_runs=sequences.failure_rate_upper_bound if sequences else None,
+    )
     return Report(
         id=started.id,
         folder=folder,
@@ -92,11 +103,12 @@ def make_report(evidence: Evidence, folder: str) -> Report:
         seed=started.seed,
         profile=started.profile,
         approver=started.approver,
+        policy=policy,
         previous=_previous(started),
         gates=gates,
-        traffic=by_traffic(evidence.verdicts),
+        traffic=by_traffic(evidence.verdicts, policy),
         findings=[finding(found, name, folder) for name, found in evidence.findings.items()],
-        sequences=_sequences(evidence.sequences),
+        sequences=sequences,
         tables=evidence.tables,
         not_judged=list(NOT_JUDGED),
         fingerprint=started.fingerprint,
@@ -174,11 +186,16 @@ def _previous(started: RunStarted) -> Previous | None:
     then = started.previous
     if then is None:
         return None
-    before = {"options": then["options_text"], "policy": then["policy"], **then["fingerprint"]}
-    now = {"options": started.options_text, "policy": started.policy, **started.fingerprint}
+    before = {"options": then["options_text"], **_policy_fields(then["policy"]), **then["fingerprint"]}
+    now = {"options": started.options_text, **_policy_fields(started.policy), **started.fingerprint}
     changed = [
         f"{name}: {before.get(name, 'unknown')} -> {now.get(name, 'unknown')}"
         for name in dict.fromkeys([*before, *now])
         if before.get(name) != now.get(name)
     ]
     return Previous(id=then["id"], outcome=then["outcome"], digest=then["digest"], changed=changed)
+
+
+def _policy_fields(fields: dict[str, Any]) -> dict[str, object]:
+    policy = msgspec.to_builtins(policy_of(fields))
+    return {f"policy {name}": value for name, value in policy.items()}

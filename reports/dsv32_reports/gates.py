@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dsv32_fuzz.events import VerdictReached
 from dsv32_fuzz.verdict import Status, worst
 from dsv32_reports.model import Gate, Outcome, ScopeLine, Traffic
+from dsv32_reports.policy import DEFAULT, Policy
 
 EVERYWHERE = ("workload", "decode", "mtp_decode", "chunked_prefill", "mixed")
 REQUIRED: dict[str, tuple[str, ...]] = {
@@ -75,32 +76,66 @@ SCOPE_TITLES = {
 }
 
 
-def make_gates(reached: Sequence[VerdictReached]) -> list[Gate]:
+FIGURES: dict[str, tuple[str, str, float]] = {}
+"""Gate -> what it measures, the name of that measurement, and the largest value that passes."""
+
+
+def make_gates(reached: Sequence[VerdictReached], policy: Policy = DEFAULT) -> list[Gate]:
     """Every gate of the policy; one without a verdict is MISTRUSTED."""
-    return [_gate(name, reached) for name in GATES]
+    return [_gate(name, reached, policy) for name in GATES]
 
 
-def _gate(name: str, reached: Sequence[VerdictReached]) -> Gate:
+def _gate(name: str, reached: Sequence[VerdictReached], policy: Policy) -> Gate:
     title, meaning, checks = GATES[name]
+    outside, rule = policy.scope.outside(), policy.rule(name)
     lines = [
         ScopeLine(
             scope=_scope_text(event),
             status=event.verdict.status,
             summary=event.verdict.summary,
             measured=event.verdict.measured,
+            in_scope=event.scope not in outside,
         )
         for event in reached
         if event.verdict.check in checks
     ]
     ran = {(event.verdict.check, event.scope) for event in reached}
     lines += [
-        ScopeLine(scope=SCOPE_TITLES[scope], status=Status.MISTRUSTED, summary=f"{check} did not run", measured={})
+        ScopeLine(
+            scope=SCOPE_TITLES[scope],
+            status=Status.MISTRUSTED,
+            summary=f"{check} did not run",
+            measured={},
+            in_scope=scope not in outside,
+        )
         for check in sorted(checks)
         for scope in REQUIRED.get(check, EVERYWHERE)
         if (check, scope) not in ran
     ]
-    status = worst([line.status for line in lines])
-    return Gate(name=name, title=title, status=status, meaning=meaning, lines=lines)
+    figure, value, limit = _figure(name, lines, rule.limit)
+    statuses = [line.status for line in lines if line.in_scope]
+    if value is not None and limit is not None:
+        statuses.append(Status.PASSED if value <= limit else Status.FAILED)
+    return Gate(
+        name=name,
+        title=title,
+        status=worst(statuses),
+        meaning=meaning,
+        lines=lines,
+        required=rule.need == "required",
+        figure=figure,
+        value=value,
+        limit=limit,
+    )
+
+
+def _figure(name: str, lines: Sequence[ScopeLine], limit: float | None) -> tuple[str, float | None, float | None]:
+    """What a gate measures, its worst value in scope, and the limit: the policy's, else its own."""
+    if name not in FIGURES:
+        return "", None, None
+    figure, measurement, own = FIGURES[name]
+    values = [float(line.measured[measurement]) for line in lines if line.in_scope and measurement in line.measured]
+    return figure, max(values, default=None), own if limit is None else limit
 
 
 def _scope_text(event: VerdictReached) -> str:
@@ -109,7 +144,7 @@ def _scope_text(event: VerdictReached) -> str:
     return f"{title} ({how})" if how else title
 
 
-def by_traffic(reached: Sequence[VerdictReached]) -> list[Traffic]:
+def by_traffic(reached: Sequence[VerdictReached], policy: Policy = DEFAULT) -> list[Traffic]:
     """One line per traffic class that was searched, so that GO for one and NO-GO for another are two lines."""
     scopes = list(dict.fromkeys(event.scope for event in reached if event.phase.startswith("fuzz:")))
     lines = []
@@ -117,19 +152,45 @@ def by_traffic(reached: Sequence[VerdictReached]) -> list[Traffic]:
         verdicts = [event.verdict for event in reached if event.scope == scope]
         failed = [verdict.check for verdict in verdicts if verdict.status is Status.FAILED]
         status = worst([verdict.status for verdict in verdicts])
-        lines.append(Traffic(scope=SCOPE_TITLES.get(scope, scope), status=status, failed=failed))
+        in_scope = scope not in policy.scope.outside()
+        lines.append(Traffic(scope=SCOPE_TITLES.get(scope, scope), status=status, failed=failed, in_scope=in_scope))
     return lines
 
 
-def decide(gates: Sequence[Gate], *, interrupted: bool) -> tuple[Outcome, str]:
-    """The outcome and its reason in one line; failures outrank everything, then what could not be judged."""
-    failed = [gate.title for gate in gates if gate.status is Status.FAILED]
-    unclear = [gate.title for gate in gates if gate.status is Status.MISTRUSTED]
-    passed = [gate.title for gate in gates if gate.status is Status.PASSED]
+def decide(
+    gates: Sequence[Gate],
+    *,
+    interrupted: bool,
+    policy: Policy = DEFAULT,
+    evidence: str = "emulated",
+    failing_runs: float | None = None,
+) -> tuple[Outcome, str]:
+    """The outcome and its reason in one line; failures outrank everything, then what could not be judged.
+
+    Args:
+        gates: all of them; optional ones are named but decide nothing.
+        interrupted: whether the run ended early.
+        policy: what a GO needs.
+        evidence: the level that the run had.
+        failing_runs: upper bound on the share of serving runs that fail, None if no run was tried.
+    """
+    required = [gate for gate in gates if gate.required]
+    failed = [gate.title for gate in required if gate.status is Status.FAILED]
+    unclear = [gate.title for gate in required if gate.status is Status.MISTRUSTED]
+    passed = [gate.title for gate in required if gate.status is Status.PASSED]
     if failed:
         return Outcome.NO_GO, f"failed: {', '.join(failed)}"
     if interrupted:
         return Outcome.INCONCLUSIVE, "interrupted before every check had run"
     if unclear or not passed:
         return Outcome.INCONCLUSIVE, f"nothing was really tested by: {', '.join(unclear) or 'any gate'}"
-    return Outcome.GO, f"{len(passed)} gates passed: {', '.join(passed)}"
+    limit = policy.max_failing_runs
+    if limit is not None and (failing_runs is None or failing_runs > limit):
+        reached = "none was tried" if failing_runs is None else f"the bound reached is {100 * failing_runs:.1f} %"
+        reason = f"the policy needs at most {100 * limit:.1f} % of serving runs to fail, {reached}: run more of them"
+        return Outcome.INCONCLUSIVE, reason
+    if policy.evidence == "hardware" and evidence != "hardware":
+        return Outcome.INCONCLUSIVE, "logic GO, hardware evidence missing: the policy asks for a run on an MI355X"
+    aside = [gate.title for gate in gates if not gate.required and gate.status is not Status.PASSED]
+    told = f"; not required and not passed: {', '.join(aside)}" if aside else ""
+    return Outcome.GO, f"{len(passed)} gates passed: {', '.join(passed)}{told}"

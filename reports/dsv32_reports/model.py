@@ -9,6 +9,7 @@ import msgspec
 
 from dsv32_fast.options import Options
 from dsv32_fuzz.verdict import Status
+from dsv32_reports.policy import Policy
 
 
 class Outcome(str, enum.Enum):
@@ -31,6 +32,8 @@ class ScopeLine(msgspec.Struct, frozen=True, kw_only=True):
     status: Status
     summary: str
     measured: dict[str, float | int | str]
+    in_scope: bool = True
+    """False for traffic that the policy leaves out: it is shown and decides nothing."""
 
 
 class Gate(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,8 +42,27 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     title: str
     status: Status
+    """The worst of the lines in scope, and of the figure against its limit."""
     meaning: str
     lines: list[ScopeLine]
+    required: bool = True
+    figure: str = ""
+    """What the gate measures, empty if it only passes or fails."""
+    value: float | None = None
+    limit: float | None = None
+
+    @property
+    def violations(self) -> str:
+        """Violations in scope of how many steps or cases, for a gate without a figure."""
+        lines = [line.measured for line in self.lines if line.in_scope]
+        compared = sum(int(line.get("steps", 0)) for line in lines)
+        found = sum(int(line.get("violations", 0)) for line in lines)
+        return f"{found} of {compared}" if compared else ""
+
+    @property
+    def margin(self) -> float | None:
+        """How far the figure is below its limit."""
+        return None if self.value is None or self.limit is None else self.limit - self.value
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +71,7 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
     scope: str
     status: Status
     failed: list[str]
+    in_scope: bool = True
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +127,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     profile: str
     approver: str
+    policy: Policy
     previous: Previous | None
     gates: list[Gate]
     traffic: list[Traffic]

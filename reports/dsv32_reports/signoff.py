@@ -7,6 +7,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dsv32_fast.options import describe
 from dsv32_fuzz.case import save_case
 from dsv32_fuzz.events import CounterexampleFound, Event, RunFinished, RunStarted
@@ -16,6 +18,7 @@ from dsv32_reports.fingerprint import fingerprint
 from dsv32_reports.fold import Evidence
 from dsv32_reports.interrupt import Interrupts
 from dsv32_reports.json_file import journal_line
+from dsv32_reports.policy import DEFAULT, Policy
 
 Listener = Callable[[Event], None]
 
@@ -44,7 +47,13 @@ def new_id(options_text: str) -> str:
 
 
 def started(
-    target: Target, *, seed: int, profile: str, approver: str = "", previous: dict[str, Any] | None = None
+    target: Target,
+    *,
+    seed: int,
+    profile: str,
+    policy: Policy = DEFAULT,
+    approver: str = "",
+    previous: dict[str, Any] | None = None,
 ) -> RunStarted:
     """The first event: what the run is made of, and on what."""
     options_text = describe(target.options) if target.options else "as installed"
@@ -59,6 +68,7 @@ def started(
         seed=seed,
         profile=profile,
         fingerprint=fingerprint(),
+        policy=msgspec.to_builtins(policy),
         approver=approver,
         previous=previous,
     )

@@ -70,7 +70,7 @@ def previous_of(folder: Path) -> dict[str, Any]:
         "id": report.id,
         "outcome": report.outcome.value,
         "options_text": report.options_text,
-        "policy": {},
+        "policy": msgspec.to_builtins(report.policy),
         "fingerprint": report.fingerprint,
         "digest": found,
     }

@@ -17,8 +17,10 @@ from dsv32_reports import signoff as signoff_run
 from dsv32_reports.bundle import write_bundle
 from dsv32_reports.commands.common import Assignments, Json, OptionsName, command
 from dsv32_reports.fold import make_report
+from dsv32_reports.gates import GATES
 from dsv32_reports.interrupt import interrupts
 from dsv32_reports.model import EXIT_CODES, EXIT_INTERRUPTED
+from dsv32_reports.policy import DEFAULT, load_policy
 from dsv32_reports.terminal import ProgressListener, print_report
 from dsv32_reports.verify import previous_of
 
@@ -30,6 +32,9 @@ def signoff(
     out: Annotated[Path | None, typer.Option(help="Folder of the bundle; default ./signoff-<id>/.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything that is drawn.")] = 0,
     profile: Annotated[str, typer.Option(help=f"How long it takes: {', '.join(PROFILES)}.")] = "signoff",
+    policy: Annotated[
+        Path | None, typer.Option(help="signoff.toml: scope, gates and limits; see docs/policy.md.", show_default=False)
+    ] = None,
     since: Annotated[
         Path | None, typer.Option(help="Bundle of the last GO; the report says what changed since.", show_default=False)
     ] = None,
@@ -45,8 +50,11 @@ def signoff(
         raise ValueError(f"unknown profile {profile!r}; choose one of {', '.join(PROFILES)}")
     torch.set_num_threads(1)  # the tensors are small: more threads only wait for each other
     target = InTreeTarget(resolve(options, tuple(set_ or ())))
+    rules = load_policy(policy, tuple(GATES)) if policy else DEFAULT
     previous = previous_of(since) if since else None
-    started = signoff_run.started(target, seed=seed, profile=profile, approver=approver, previous=previous)
+    started = signoff_run.started(
+        target, seed=seed, profile=profile, policy=rules, approver=approver, previous=previous
+    )
     folder = out or Path(f"signoff-{started.id}")
     signoff_run.prepare_folder(folder)
     listener = ProgressListener(Console(stderr=True, quiet=quiet))

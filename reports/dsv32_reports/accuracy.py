@@ -1,0 +1,185 @@
+"""Accuracy evidence from lm-evaluation-harness: is the candidate worse than the baseline by less than a margin?
+
+Reads the `results_*.json` of two runs (unpaired counts), or two `samples_*.jsonl` of the same task (paired, stronger).
+The lower bound of the difference is Newcombe's hybrid score interval (Statistics in Medicine 17, 1998: method 10 for
+unpaired, method 10 of the paired article for paired proportions), built from scipy's Wilson intervals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from scipy.stats import binomtest
+
+from dsv32_fuzz.verdict import Status, Verdict
+
+METRICS = ("exact_match,strict-match", "exact_match,flexible-extract", "exact_match,none", "acc,none")
+MAX_BYTES = 1 << 30
+CONFIDENCE = 0.95
+BLIND = (
+    "GSM8K 5-shot prompts stay below 2048 tokens: every row attends to all of its keys, so a wrong choice of keys, a "
+    "plan that crosses topk or a stale plan under MTP and chunked prefill cannot show in this score"
+)
+
+
+class Counts(msgspec.Struct, frozen=True, kw_only=True):
+    """How often two runs were right; `both` is None where the answers are not paired."""
+
+    task: str
+    metric: str
+    baseline: int
+    candidate: int
+    baseline_trials: int
+    candidate_trials: int
+    both: int | None = None
+
+
+def read_counts(baseline: Path, candidate: Path) -> list[Counts]:
+    """The tasks that both files hold.
+
+    Raises:
+        ValueError: no result files of the harness, two kinds of file, or no task in common.
+    """
+    paired = baseline.suffix == ".jsonl", candidate.suffix == ".jsonl"
+    if paired[0] != paired[1]:
+        raise ValueError("give two results_*.json or two samples_*.jsonl files, not one of each")
+    found = [_paired(baseline, candidate)] if all(paired) else list(_unpaired(_load(baseline), _load(candidate)))
+    if not found:
+        raise ValueError(
+            f"{baseline} and {candidate} have no task with a known metric ({', '.join(METRICS)}) in common"
+        )
+    return found
+
+
+def non_inferiority(counts: Counts, margin: float) -> Verdict:
+    """PASSED if the candidate is worse by less than `margin` with 95 % confidence (one-sided), FAILED if it is surely
+    worse by more, MISTRUSTED if the counts cannot tell.
+
+    Raises:
+        ValueError: the margin is not in (0, 1).
+    """
+    if not 0 < margin < 1:
+        raise ValueError(f"the margin is {margin}, must be above 0 and below 1")
+    difference, low, high = _interval(counts)
+    told = (
+        f"{counts.task}: {counts.candidate} of {counts.candidate_trials} right against {counts.baseline} of "
+        f"{counts.baseline_trials}, difference {100 * difference:+.2f} points, at least {100 * low:+.2f} (95 %)"
+    )
+    status = Status.PASSED if low > -margin else Status.FAILED if high < -margin else Status.MISTRUSTED
+    word = {Status.PASSED: "within", Status.FAILED: "beyond", Status.MISTRUSTED: "too few answers to tell"}[status]
+    measured: dict[str, float | int | str] = {"difference": difference, "low": low, "high": high, "margin": margin}
+    summary = f"{told}; {word} the margin of {100 * margin:.1f} points. {BLIND}"
+    return Verdict(check="accuracy", status=status, summary=summary, measured=measured)
+
+
+def _interval(counts: Counts) -> tuple[float, float, float]:
+    """Difference candidate - baseline, and its one-sided 95 % bounds on either side."""
+    p, p_low, p_high = _wilson(counts.candidate, counts.candidate_trials)
+    q, q_low, q_high = _wilson(counts.baseline, counts.baseline_trials)
+    phi = 0.0 if counts.both is None else _phi(counts, counts.both)
+    down = math.sqrt((p - p_low) ** 2 - 2 * phi * (p - p_low) * (q_high - q) + (q_high - q) ** 2)
+    up = math.sqrt((p_high - p) ** 2 - 2 * phi * (p_high - p) * (q - q_low) + (q - q_low) ** 2)
+    return p - q, p - q - down, p - q + up
+
+
+def _wilson(right: int, trials: int) -> tuple[float, float, float]:
+    interval = binomtest(right, trials).proportion_ci(confidence_level=2 * CONFIDENCE - 1, method="wilson")
+    return right / trials, float(interval.low), float(interval.high)
+
+
+def _phi(counts: Counts, both: int) -> float:
+    """Correlation of the two answers; 0 where it is not defined."""
+    n, a, b = counts.baseline_trials, counts.baseline, counts.candidate
+    spread = math.sqrt(a * (n - a) * b * (n - b))
+    return 0.0 if spread == 0 else (n * both - a * b) / spread
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"larger than {MAX_BYTES} bytes")
+        document = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        if not isinstance(document.get("results"), dict):
+            raise ValueError("no `results`")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); give a results_*.json") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: no result of lm-evaluation-harness ({error}); give a results_*.json") from error
+    return document
+
+
+def _unpaired(baseline: dict[str, Any], candidate: dict[str, Any]) -> Iterator[Counts]:
+    for task in baseline["results"].keys() & candidate["results"].keys():
+        ours, theirs = baseline["results"][task], candidate["results"][task]
+        metric = next((name for name in METRICS if name in ours and name in theirs), "")
+        sizes = [_samples(document, task) for document in (baseline, candidate)]
+        if metric and all(sizes):
+            yield Counts(
+                task=task,
+                metric=metric,
+                baseline=_right(ours[metric], sizes[0]),
+                candidate=_right(theirs[metric], sizes[1]),
+                baseline_trials=sizes[0],
+                candidate_trials=sizes[1],
+            )
+
+
+def _right(share: Any, trials: int) -> int:
+    if not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise ValueError(f"a score is {share!r}, must be from 0 to 1")
+    return round(share * trials)
+
+
+def _samples(document: dict[str, Any], task: str) -> int:
+    try:
+        return int(document["n-samples"][task]["effective"])
+    except (KeyError, TypeError, ValueError):
+        return 0
+
+
+def _paired(baseline: Path, candidate: Path) -> Counts:
+    ours, theirs = _answers(baseline), _answers(candidate)
+    if not ours or ours.keys() != theirs.keys():
+        missing = len(ours.keys() ^ theirs.keys())
+        raise ValueError(
+            f"{baseline} and {candidate} differ in {missing} documents; give samples of one and the same task"
+        )
+    both = sum(right and theirs[document] for document, right in ours.items())
+    return Counts(
+        task=baseline.stem.removeprefix("samples_"),
+        metric="exact_match",
+        baseline=sum(ours.values()),
+        candidate=sum(theirs.values()),
+        baseline_trials=len(ours),
+        candidate_trials=len(theirs),
+        both=both,
+    )
+
+
+class _Sample(msgspec.Struct):
+    doc_id: int
+    exact_match: float = -1.0
+    acc: float = -1.0
+    filter: str = ""
+
+
+def _answers(path: Path) -> dict[int, bool]:
+    """Right or wrong per document; of several filters of one document the first counts."""
+    answers: dict[int, bool] = {}
+    try:
+        with path.open("rb") as lines:
+            for line in lines:
+                sample = msgspec.json.decode(line, type=_Sample)
+                score = max(sample.exact_match, sample.acc)
+                if score < 0:
+                    raise ValueError("a sample has neither exact_match nor acc")
+                answers.setdefault(sample.doc_id, score >= 0.5)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); give a samples_*.jsonl") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: no samples of lm-evaluation-harness ({error}); give a samples_*.jsonl") from error
+    return answers
