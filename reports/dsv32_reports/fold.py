@@ -22,7 +22,7 @@ from dsv32_fuzz.events import (
     VerdictReached,
 )
 from dsv32_fuzz.verdict import Status
-from dsv32_reports.gates import NOT_JUDGED, by_traffic, decide, make_gates
+from dsv32_reports.gates import by_traffic, decide, make_gates, not_judged
 from dsv32_reports.model import Finding, Previous, Report, Sequences
 from dsv32_reports.policy import policy_of
 from dsv32_reports.statistics import failure_rate_upper_bound
@@ -105,12 +105,12 @@ def make_report(evidence: Evidence, folder: str) -> Report:
         approver=started.approver,
         policy=policy,
         previous=_previous(started),
-        gates=gates,
+        gates=[gate for gate in gates if gate.required or gate.lines],
         traffic=by_traffic(evidence.verdicts, policy),
         findings=[finding(found, name, folder) for name, found in evidence.findings.items()],
         sequences=sequences,
         tables=evidence.tables,
-        not_judged=list(NOT_JUDGED),
+        not_judged=not_judged(gates),
         fingerprint=started.fingerprint,
     )
 

@@ -16,6 +16,7 @@ EVERYWHERE = ("workload", "decode", "mtp_decode", "chunked_prefill", "mixed")
 REQUIRED: dict[str, tuple[str, ...]] = {
     "recorded_plans": ("aiter_e404860_v1", "aiter_e404860_undefined"),
     "key_exhaustive": ("decode", "any_query_length"),
+    "accuracy": (),
 }
 """Where a check must have run; every other check everywhere. What is missing is MISTRUSTED, so it is never a GO."""
 
@@ -55,7 +56,14 @@ GATES: dict[str, tuple[str, str, frozenset[str]]] = {
         "nothing stale lies past the extent of a step, so a padded or replayed row reads zeros",
         frozenset({"buffer_hygiene"}),
     ),
+    "accuracy": (
+        "Accuracy",
+        "the candidate's score in lm-evaluation-harness is not worse than the baseline's by more than the margin",
+        frozenset({"accuracy"}),
+    ),
 }
+OPTIONAL = frozenset({"accuracy"})
+"""Gates that need evidence from elsewhere: not required unless the policy says so, not judged when it is not given."""
 
 NOT_JUDGED = (
     "bf16 router precision: expert choices are not checked yet, so neither bf16 logits nor bf16 bias is judged",
@@ -122,11 +130,21 @@ def _gate(name: str, reached: Sequence[VerdictReached], policy: Policy) -> Gate:
         status=worst(statuses),
         meaning=meaning,
         lines=lines,
-        required=rule.need == "required",
+        required=(rule.need or _default_need(name)) == "required",
         figure=figure,
         value=value,
         limit=limit,
     )
+
+
+def _default_need(name: str) -> str:
+    return "optional" if name in OPTIONAL else "required"
+
+
+def not_judged(gates: Sequence[Gate]) -> list[str]:
+    """What a reader must not take for judged: the fixed list, and optional gates without evidence."""
+    missing = [f"{gate.title.lower()}: no evidence was given" for gate in gates if not gate.required and not gate.lines]
+    return [*NOT_JUDGED, *missing]
 
 
 def _figure(name: str, lines: Sequence[ScopeLine], limit: float | None) -> tuple[str, float | None, float | None]:
@@ -191,6 +209,6 @@ def decide(
         return Outcome.INCONCLUSIVE, reason
     if policy.evidence == "hardware" and evidence != "hardware":
         return Outcome.INCONCLUSIVE, "logic GO, hardware evidence missing: the policy asks for a run on an MI355X"
-    aside = [gate.title for gate in gates if not gate.required and gate.status is not Status.PASSED]
+    aside = [gate.title for gate in gates if not gate.required and gate.lines and gate.status is not Status.PASSED]
     told = f"; not required and not passed: {', '.join(aside)}" if aside else ""
     return Outcome.GO, f"{len(passed)} gates passed: {', '.join(passed)}{told}"

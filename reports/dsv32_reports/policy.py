@@ -40,8 +40,11 @@ class Scope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class GateRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the policy asks of one gate."""
 
-    need: Literal["required", "optional"] = "required"
-    """An optional gate is shown, and a failure of it is named beside the outcome, but decides nothing."""
+    need: Literal["required", "optional"] | None = None
+    """None keeps the gate's own: required for all but accuracy.
+
+    An optional gate is shown, and a failure of it is named beside the outcome, but decides nothing.
+    """
     limit: float | None = None
     """The largest figure that passes, for gates that measure one; None keeps the gate's own."""
 

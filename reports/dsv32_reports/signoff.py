@@ -11,8 +11,9 @@ import msgspec
 
 from dsv32_fast.options import describe
 from dsv32_fuzz.case import save_case
-from dsv32_fuzz.events import CounterexampleFound, Event, RunFinished, RunStarted
+from dsv32_fuzz.events import CounterexampleFound, Event, RunFinished, RunStarted, VerdictReached
 from dsv32_fuzz.targets import Target
+from dsv32_fuzz.verdict import Verdict
 from dsv32_reports.bundle import JOURNAL
 from dsv32_reports.fingerprint import fingerprint
 from dsv32_reports.fold import Evidence
@@ -74,9 +75,13 @@ def started(
     )
 
 
-def run(first: RunStarted, campaign: Generator[Event, None, None]) -> Generator[Event, None, None]:
-    """The events of a sign-off: what it is made of, then the campaign."""
+def run(
+    first: RunStarted, campaign: Generator[Event, None, None], given: Iterable[Verdict] = ()
+) -> Generator[Event, None, None]:
+    """The events of a sign-off: what it is made of, evidence that was given, then the campaign."""
     yield first
+    for verdict in given:
+        yield VerdictReached(phase="given", scope=verdict.check, verdict=verdict)
     yield from campaign
 
 

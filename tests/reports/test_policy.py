@@ -94,6 +94,17 @@ def test_an_optional_gate_is_named_beside_the_go() -> None:
     assert "not required and not passed: Buffer hygiene" in report.reason
 
 
+def test_accuracy_is_judged_when_given_and_required_when_asked_for() -> None:
+    assert any(text.startswith("accuracy:") for text in under(Policy()).not_judged)
+    worse = reached("accuracy", "gsm8k", Status.FAILED)
+    report = under(Policy(), worse)
+    assert (report.outcome, "not required and not passed: Accuracy" in report.reason) == (Outcome.GO, True)
+    needed = msgspec.convert({"format": "dsv32-policy/1", "gates": {"accuracy": {"need": "required"}}}, Policy)
+    assert under(needed).outcome is Outcome.INCONCLUSIVE
+    assert under(needed, worse).outcome is Outcome.NO_GO
+    assert under(needed, reached("accuracy", "gsm8k")).outcome is Outcome.GO
+
+
 def test_every_gate_optional_is_no_go() -> None:
     rules = {"format": "dsv32-policy/1", "gates": {name: {"need": "optional"} for name in GATES}}
     assert under(msgspec.convert(rules, Policy)).outcome is Outcome.INCONCLUSIVE

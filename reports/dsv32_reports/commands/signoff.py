@@ -14,6 +14,7 @@ from dsv32_fast.options import resolve
 from dsv32_fuzz.campaign import PROFILES, campaign
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_reports import signoff as signoff_run
+from dsv32_reports.accuracy import non_inferiority, read_counts
 from dsv32_reports.bundle import write_bundle
 from dsv32_reports.commands.common import Assignments, Json, OptionsName, command
 from dsv32_reports.fold import make_report
@@ -35,6 +36,11 @@ def signoff(
     policy: Annotated[
         Path | None, typer.Option(help="signoff.toml: scope, gates and limits; see docs/policy.md.", show_default=False)
     ] = None,
+    accuracy: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(help="Two results of lm-evaluation-harness: the baseline's and the candidate's.", metavar="A B"),
+    ] = None,
+    accuracy_margin: Annotated[float, typer.Option(help="How much worse the candidate may score.")] = 0.01,
     since: Annotated[
         Path | None, typer.Option(help="Bundle of the last GO; the report says what changed since.", show_default=False)
     ] = None,
@@ -51,6 +57,7 @@ def signoff(
     torch.set_num_threads(1)  # the tensors are small: more threads only wait for each other
     target = InTreeTarget(resolve(options, tuple(set_ or ())))
     rules = load_policy(policy, tuple(GATES)) if policy else DEFAULT
+    given = [non_inferiority(counts, accuracy_margin) for counts in read_counts(*accuracy)] if accuracy else []
     previous = previous_of(since) if since else None
     started = signoff_run.started(
         target, seed=seed, profile=profile, policy=rules, approver=approver, previous=previous
@@ -59,7 +66,7 @@ def signoff(
     signoff_run.prepare_folder(folder)
     listener = ProgressListener(Console(stderr=True, quiet=quiet))
     try:
-        events = signoff_run.run(started, campaign(target, PROFILES[profile], run_seed=seed))
+        events = signoff_run.run(started, campaign(target, PROFILES[profile], run_seed=seed), given)
         evidence = signoff_run.collect(events, folder, [listener], interrupts)
     finally:
         listener.close()
