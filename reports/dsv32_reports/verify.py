@@ -14,10 +14,12 @@ import msgspec
 
 from dsv32_fuzz.case import load_case
 from dsv32_reports.bundle import JOURNAL, MANIFEST, Manifest, digest, files_of, pages
+from dsv32_reports.fingerprint import fingerprint
 from dsv32_reports.fold import Evidence, make_report
 from dsv32_reports.json_file import read_journal
 from dsv32_reports.model import Report
 
+SUITE = "dsv32-validation"
 MAX_REPORT_BYTES = 256 * 1024 * 1024
 
 
@@ -102,6 +104,9 @@ def _against_journal(folder: Path) -> list[str]:
     evidence = Evidence()
     for event in read_journal(folder / JOURNAL):
         evidence.add(event)
+    other = _made_by_another_version(evidence)
+    if other:
+        return [other]
     report_path = folder / "report.json"
     if not report_path.is_file():
         return ["report.json: missing"]
@@ -117,6 +122,13 @@ def _against_journal(folder: Path) -> list[str]:
     known = {JOURNAL, *expected, *(f"cases/{name}" for name in evidence.findings)}
     problems += [f"{name}: no file of a sign-off" for name in files_of(folder) if name not in known]
     return problems + _cases(folder, evidence)
+
+
+def _made_by_another_version(evidence: Evidence) -> str:
+    """Pages and gates are those of one version; another one cannot tell an edit from a change of the suite."""
+    made = evidence.started.fingerprint.get(SUITE, "unknown") if evidence.started else "unknown"
+    ours = fingerprint()[SUITE]
+    return "" if made == ours else f"{JOURNAL}: made by {SUITE} {made}, this is {ours}; verify it with {made}"
 
 
 def _report(path: Path) -> Report:

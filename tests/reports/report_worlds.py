@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def started(**changes: Any) -> RunStarted:
         "started": "2026-01-01T00:00:00+00:00",
         "seed": 0,
         "profile": "signoff",
-        "fingerprint": {"torch": "2.13.0", "gpu": "none"},
+        "fingerprint": {"dsv32-validation": metadata.version("dsv32-validation"), "torch": "2.13.0"},
     }
     return RunStarted(**(fields | changes))
 

@@ -138,7 +138,8 @@ def test_a_journal_without_a_start_gives_no_report() -> None:
 def test_what_changed_since_the_last_go_is_told(tmp_path: Path) -> None:
     make_bundle(tmp_path / "last", whole_run())
     previous = previous_of(tmp_path / "last")
-    now = whole_run(previous=previous, fingerprint={"torch": "2.14.0", "gpu": "none"}, options_text="vllm026")
+    fingerprint = started().fingerprint | {"torch": "2.14.0"}
+    now = whole_run(previous=previous, fingerprint=fingerprint, options_text="vllm026")
     report = fold(now, "now")
     assert report.previous is not None
     assert report.previous.digest == digest((tmp_path / "last" / MANIFEST).read_bytes())
@@ -181,3 +182,10 @@ def test_the_bundle_is_a_function_of_the_journal(bundle: Path) -> None:
     before = {name: (bundle / name).read_bytes() for name in files_of(bundle)}
     write_bundle(fold(read_journal(bundle / JOURNAL), bundle.name), bundle)
     assert before == {name: (bundle / name).read_bytes() for name in files_of(bundle)}
+
+
+def test_another_versions_bundle_is_named(tmp_path: Path) -> None:
+    make_bundle(tmp_path / "run", whole_run(fingerprint={"dsv32-validation": "0.0.1"}))
+    (problem,) = verify(tmp_path / "run")[0]
+    assert "made by dsv32-validation 0.0.1" in problem
+    assert "verify it with 0.0.1" in problem
