@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -49,7 +49,9 @@ SMALL = Config(
 """Experts as in the real model (256 in 8 groups, 4 kept, 8 chosen), everything else small, YaRN on."""
 PATH = PathConfig(max_num_batched_tokens=64, page_size=16)
 SLOTS = 640
-Recorded = Callable[[Kernels, Options], tuple[Recording, BuildCounts]]
+FP8_KV = replace(PATH, kv_cache="fp8", q_scale=0.037, kv_scale=0.11)
+"""An fp8 cache; scales that are no powers of two, and under which nothing saturates."""
+Recorded = Callable[..., tuple[Recording, BuildCounts]]
 """The fixture `recorded`: the run of the whole schedule, and what its builder did."""
 DECISIONS = ("index_topk", "gate_idx")
 
@@ -162,12 +164,15 @@ class Recorder:
         self.values[stage, layer] = value.detach().cpu().clone()
         if stage == "index_score":
             self.values["keys", layer], self.values["key_scales", layer] = self._keys(layer, value.shape[1])
+            self.values["cached", layer] = self._cached(layer, [[length - 1] for _, length in self.rows()], 1)[:, 0]
         value = self.forced.get((stage, layer), value)
         if stage == "gate_idx":
             self.values["routed", layer] = value.cpu()
         if stage == "index_topk":
             self.values["attended", layer] = value.cpu()
-            self.values["kv", layer] = self._gathered(layer, value.cpu().long())
+            kept = value.cpu().long()
+            kv_TKD = self._cached(layer, kept.clamp_min(0).tolist(), kept.shape[1])
+            self.values["kv", layer] = kv_TKD.masked_fill((kept < 0)[..., None], 0.0)
         return value
 
     def rows(self) -> Iterator[tuple[int, int]]:
@@ -185,12 +190,21 @@ class Recorder:
             pad = longest - len(slots)
             keys.append(torch.nn.functional.pad(bits.view(torch.float8_e4m3fn).float(), (0, 0, 0, pad)))
             scales.append(torch.nn.functional.pad(scale[:, 0], (0, pad)))
+        if not keys:
+            return torch.zeros(0, longest, width), torch.zeros(0, longest)
         return torch.stack(keys), torch.stack(scales)
 
-    def _gathered(self, layer: int, topk_TK: Tensor) -> Tensor:
+    def _cached(self, layer: int, positions: list[list[int]], width: int) -> Tensor:
+        """The latents [T, width, D] at positions of each row's own request, dequantised in fp64."""
         flat = self.state.latent[layer].cpu().flatten(0, 1)
-        rows = [flat[self.state.slots(request)[topk_TK[t].clamp_min(0)]] for t, (request, _) in enumerate(self.rows())]
-        return torch.stack(rows).masked_fill((topk_TK < 0)[..., None], 0.0)
+        owned = {request: self.state.slots(request) for request, _ in self.rows()}
+        parts = [owned[r][torch.tensor(at)] for (r, _), at in zip(self.rows(), positions, strict=True)]
+        slots_TK = torch.stack(parts) if parts else torch.zeros(0, width, dtype=torch.int64)
+        if flat.dtype == torch.bfloat16:
+            return flat[slots_TK].double()
+        scales = self.run.scales
+        assert scales is not None
+        return flat.view(torch.uint8)[slots_TK].view(flat.dtype).double() * scales.kv.double().cpu()
 
 
 def run_fast(
@@ -215,8 +229,15 @@ def record(run: DecodePath, events: list[Event], reference: list[Values] | None)
     steps, _ = run_fast(run, events, reference and [decisions(step) for step in reference])
     fp8 = run.weights.layers[0].attn.o.scale is not None
     precision = Precision(bf16=run.path.activations == torch.bfloat16, linear_fp8=fp8, scale_format="fp32")
-    model = weights(run.config, fp8)
-    return Recording(config=run.config, weights=model, options=run.options, steps=steps, precision=precision)
+    scales = run.scales and (run.scales.q.item(), run.scales.kv.item())
+    return Recording(
+        config=run.config,
+        weights=weights(run.config, fp8),
+        options=run.options,
+        steps=steps,
+        precision=precision,
+        kv_scales=scales,
+    )
 
 
 def row_lengths(event: Event, before: Mapping[int, int], topk: int) -> list[int]:

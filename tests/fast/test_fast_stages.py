@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fast_worlds import PATH, SMALL, Event, Recorded, Values, path, record, run_reference, schedule, stale_rows
+from fast_worlds import FP8_KV, PATH, SMALL, Event, Recorded, Values, path, record, run_reference, schedule, stale_rows
 from stage_bounds import Recording, expert_choices, values
 
 from dsv32_fast.kernels.mounted import EMULATION
@@ -79,6 +79,34 @@ def test_every_stage_of_50_steps_is_within_its_bound(
     assert_choices_legal(rec)
     assert counts.builds == len(events)
     assert counts.plan_launches == counts.builds if options.key == "none" else 0 < counts.plan_launches < counts.builds
+
+
+@pytest.mark.parametrize(
+    ("kernels", "name"),
+    [("emulated", "on"), pytest.param("emulated", "off", marks=pytest.mark.nightly)]
+    + [pytest.param("mounted", name, marks=pytest.mark.nightly) for name in ("off", "pr42982 key", "on")],
+    indirect=["kernels"],
+)
+def test_every_stage_of_50_steps_with_an_fp8_cache(
+    kernels: Kernels, name: str, recorded: Recorded, events: list[Event]
+) -> None:
+    """Latents, queries and P in e4m3: the same matrix, the same decisions, bounds of e4m3 where the kernel has it."""
+    rec, counts = recorded(kernels, OPTIONS[name], FP8_KV)
+    misled = stale_rows(events, SMALL.index_topk) if OPTIONS[name].key == "pr42982" else None
+    assert_within_bounds(rec, misled)
+    assert_choices_legal(rec)
+    assert counts.plan_launches == counts.builds if OPTIONS[name].key == "none" else counts.plan_launches > 0
+
+
+def test_an_fp8_cache_saturates(events: list[Event], reference: list[Values]) -> None:
+    """With a cache scale of 2^-9 whatever lies beyond 0.875 is stored as that, and every stage keeps to its bound."""
+    sizes = replace(FP8_KV, kv_scale=2.0**-9)
+    rec = record(path(Options(), EMULATION, sizes=sizes), events[:8], reference[:8])
+    latent_TD, cached_TD = rec.of("latent", MOE_LAYER).double(), rec.of("cached", MOE_LAYER)
+    beyond = latent_TD.abs() > 0.875
+    assert 0.05 < float(beyond.double().mean()) < 0.95
+    assert torch.equal(cached_TD[beyond], 0.875 * latent_TD[beyond].sign())
+    assert_within_bounds(rec)
 
 
 def test_the_schedule_reaches_every_case(events: list[Event], reference: list[Values]) -> None:
