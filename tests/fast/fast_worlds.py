@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dsv32_fast.kernels.emulated.cache import read_keys
 from dsv32_fast.kernels.protocol import Kernels
+from dsv32_fast.kernels.selection import current
 from dsv32_fast.metadata import BuildCounts
 from dsv32_fast.options import Options
 from dsv32_fast.path import DecodePath, PathConfig, StepOutput
@@ -26,7 +27,7 @@ from dsv32_ref.config import Config, Precision
 from dsv32_ref.state import Model, State
 from dsv32_ref.weights import Weights, assemble, quantise, synthetic
 
-SMALL = Config(
+_SMALL = Config(
     vocab_size=96,
     dim=128,
     inter_dim=128,
@@ -46,9 +47,35 @@ SMALL = Config(
     original_seq_len=32,
     rope_factor=8.0,
 )
+ADMITTED = _SMALL.replace(
+    dim=256,
+    moe_inter_dim=128,
+    n_heads=16,
+    q_lora_rank=128,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    index_n_heads=64,
+    index_head_dim=128,
+    index_topk=128,
+    max_seq_len=2048,
+    original_seq_len=256,
+)
+"""The smallest world that real kernels take."""
+KERNELS = current().kernels
+"""What this session runs: the emulation unless `--kernels` says otherwise."""
+SMALL = ADMITTED if current().limits.defined else _SMALL
 """Experts as in the real model (256 in 8 groups, 4 kept, 8 chosen), everything else small, YaRN on."""
-PATH = PathConfig(max_num_batched_tokens=64, page_size=16)
-SLOTS = 640
+UNIT = SMALL.index_topk // 16
+"""Lengths of the schedule scale with topk."""
+PATH = PathConfig(
+    max_num_batched_tokens=64 * UNIT,
+    page_size=64 if current().limits.defined else 16,
+    device=current().device,
+    shuffle=current().shuffle,
+)
+SLOTS = 640 * UNIT
 FP8_KV = replace(PATH, kv_cache="fp8", q_scale=0.037, kv_scale=0.11)
 """An fp8 cache; scales that are no powers of two, and under which nothing saturates."""
 Recorded = Callable[..., tuple[Recording, BuildCounts]]
@@ -84,7 +111,7 @@ class Event:
 
 def schedule(steps: int, seed: int = 0, config: Config = SMALL) -> list[Event]:
     """Ten steps of traffic, then ten in which only requests at or beyond topk go on, one token each, and so on."""
-    rng = np.random.default_rng(seed)
+    rng, unit = np.random.default_rng(seed), config.index_topk // 16
     lengths: dict[int, int] = {}
     waiting: dict[int, int] = {}
     events: list[Event] = []
@@ -92,12 +119,12 @@ def schedule(steps: int, seed: int = 0, config: Config = SMALL) -> list[Event]:
     for number in range(steps):
         calm = number % 20 >= 10
         if not lengths or (len(lengths) < 4 and not calm and rng.random() < 0.7):
-            lengths[newest], waiting[newest] = 0, int(rng.integers(1, 30))
+            lengths[newest], waiting[newest] = 0, int(rng.integers(1, 30)) * unit
             newest += 1
         if calm:
             counts = {r: int(n >= config.index_topk) for r, n in lengths.items()}
         else:
-            counts = {r: _tokens_of(r, waiting, rng) for r in lengths}
+            counts = {r: _tokens_of(r, waiting, rng, unit) for r in lengths}
         tokens = {r: tuple(rng.integers(0, config.vocab_size, n).tolist()) for r, n in counts.items()}
         truncate = {}
         for r, n in counts.items():
@@ -105,7 +132,7 @@ def schedule(steps: int, seed: int = 0, config: Config = SMALL) -> list[Event]:
             if r not in waiting and n > 1 and rng.random() < 0.6:
                 lengths[r] -= int(rng.integers(1, n))
                 truncate[r] = lengths[r]
-        ended = tuple(r for r in lengths if r not in waiting and (lengths[r] > 60 or rng.random() < 0.04))
+        ended = tuple(r for r in lengths if r not in waiting and (lengths[r] > 60 * unit or rng.random() < 0.04))
         release = () if calm else ended
         rows = sum(counts.values())
         padded = -(-max(rows, 1) // 8) * 8 if calm or rng.random() < 0.5 else 0
@@ -115,10 +142,10 @@ def schedule(steps: int, seed: int = 0, config: Config = SMALL) -> list[Event]:
     return events
 
 
-def _tokens_of(request: int, waiting: dict[int, int], rng: np.random.Generator) -> int:
+def _tokens_of(request: int, waiting: dict[int, int], rng: np.random.Generator, unit: int) -> int:
     """A chunk of the prompt while there is one, else one token or some drafts, now and then none."""
     if request in waiting:
-        chunk = min(waiting[request], 9)
+        chunk = min(waiting[request], 9 * unit)
         waiting[request] -= chunk
         if not waiting[request]:
             del waiting[request]
