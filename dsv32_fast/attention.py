@@ -2,21 +2,36 @@
 
 Prefill chunks, verified drafts and plain decode take the same way: every query token is one row of multi-query
 attention over the tokens that the indexer chose (vLLM's ROCm sparse backend). All layers of a step share its plan;
-each writes its own `paged_kv_indices`.
+each writes its own `paged_kv_indices`. Everything here has static shapes and reads no value on the host, so that a
+graph can hold it.
 
-Legend: T rows, M model width, L query latent, H heads, N nope, R rope, C latent, D = C + R, V value width, K top-k.
+The cache is bf16, or e4m3 with one scale for all of it (vLLM's layer._k_scale); then the queries are e4m3 too, with one
+scale of their own (layer._q_scale), and the kernel rounds P to e4m3.
+
+Legend: T rows, M model width, L query latent, H heads, N nope, R rope, C latent, D = C + R, V value width, K top-k,
+B requests, P pages of a block table, U entries of the gather list.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dsv32_fast.kernels.protocol import CacheKernels, MlaKernels
-from dsv32_fast.layers import Table, linear, rms_norm, rope_interleaved
+from dsv32_fast.layers import Table, linear, quantise_static, rms_norm, rope_interleaved
 from dsv32_fast.metadata import MIN_HEADS, SparseMlaMetadata
 from dsv32_fast.packing import Attention
 from dsv32_ref.config import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Scales:
+    """Scales of an fp8 cache and of the queries that meet it, fp32 [1] each: a value is scale x e4m3."""
+
+    q: Tensor
+    kv: Tensor
 
 
 def query_latent(a_TM: Tensor, w: Attention, config: Config, kernels: CacheKernels) -> Tensor:
@@ -30,10 +45,18 @@ def latents(a_TM: Tensor, w: Attention, table: Table, config: Config, kernels: C
     return torch.cat([rms_norm(c_TC, w.kv_norm, config.norm_eps), rope_interleaved(pe_TR, table)], -1)
 
 
-def write_latents(kv_TD: Tensor, cache_PSD: Tensor, slots_T: Tensor, config: Config, kernels: CacheKernels) -> None:
-    """Stores the latents at their slots; rows with slot -1 are skipped."""
+def write_latents(
+    kv_TD: Tensor,
+    cache_PSD: Tensor,
+    slots_T: Tensor,
+    config: Config,
+    kernels: CacheKernels,
+    scales: Fp8Scales | None = None,
+) -> None:
+    """Stores the latents at their slots, in bf16 or with `scales` in fp8; rows with slot -1 are skipped."""
     c_TC, pe_TR = kv_TD[:, : config.kv_lora_rank], kv_TD[:, config.kv_lora_rank :]
-    kernels.concat_and_cache_mla(c_TC, pe_TR, cache_PSD, slots_T, "auto", torch.ones(1, device=kv_TD.device))
+    kind, scale = ("auto", torch.ones(1, device=kv_TD.device)) if scales is None else ("fp8", scales.kv)
+    kernels.concat_and_cache_mla(c_TC, pe_TR, cache_PSD, slots_T, kind, scale)
 
 
 def absorbed_queries(qr_TL: Tensor, w: Attention, table: Table, config: Config, kernels: CacheKernels) -> Tensor:
@@ -42,6 +65,13 @@ def absorbed_queries(qr_TL: Tensor, w: Attention, table: Table, config: Config, 
     q_THN, pe_THR = q_THX[..., : config.qk_nope_head_dim], q_THX[..., config.qk_nope_head_dim :]
     qa_THC = per_head(q_THN, w.uk.transpose(1, 2))
     return torch.cat([qa_THC, rope_interleaved(pe_THR, table)], -1)
+
+
+def received_queries(q_THD: Tensor, scales: Fp8Scales | None) -> Tensor:
+    """The values that the decode kernel sees: bf16, or fp32 multiples of `scales.q` by an e4m3 number."""
+    if scales is None:
+        return q_THD.to(torch.bfloat16)
+    return quantise_static(q_THD, scales.q).float() * scales.q
 
 
 def per_head(x_THX: Tensor, weight_HYX: Tensor) -> Tensor:
@@ -57,26 +87,49 @@ def fill_gather_list(topk_TK: Tensor, metadata: SparseMlaMetadata, block_table_B
     An entry that names no cached token (-1, or a position without a page) becomes -1. vLLM writes 0 there, and a kernel
     that reads it attends the first slot of the cache.
     """
-    indptr_T1 = metadata.paged_kv_indptr_T1.long()
-    rank_K = torch.arange(topk_TK.shape[1], device=topk_TK.device)
-    counted_TK = rank_K < (indptr_T1[1:] - indptr_T1[:-1])[:, None]
-    page_TK = topk_TK.long().clamp_min(0) // page_size
-    known_TK = counted_TK & (topk_TK >= 0) & (page_TK < block_table_BP.shape[1])
-    owner_T1 = metadata.req_id_per_token_T.long()[:, None]
-    slots_TK = torch.full_like(page_TK, -1)
-    pages = block_table_BP[owner_T1.expand_as(page_TK)[known_TK], page_TK[known_TK]].long()
-    offset = topk_TK.long()[known_TK] % page_size
-    slots_TK[known_TK] = torch.where(pages >= 0, pages * page_size + offset, -1)
-    place_TK = indptr_T1[:-1, None] + rank_K
-    metadata.paged_kv_indices[place_TK[counted_TK]] = slots_TK[counted_TK].int()
+    slots_TK = physical_slots(topk_TK, metadata.req_id_per_token_T, block_table_BP, page_size)
+    gather_indices(slots_TK, metadata.paged_kv_indptr_T1, metadata.paged_kv_indices)
+
+
+def physical_slots(topk_TK: Tensor, owner_T: Tensor, block_table_BP: Tensor, page_size: int) -> Tensor:
+    """The slots [T, K] int32 of positions within their requests; -1 for what names no cached token."""
+    if block_table_BP.numel() == 0:
+        return torch.full_like(topk_TK, -1)
+    position_TK, pages = topk_TK.long(), block_table_BP.shape[1]
+    page_TK = position_TK.clamp_min(0) // page_size
+    first_TK = block_table_BP[owner_T.long()[:, None], page_TK.clamp_max(pages - 1)].long() * page_size
+    known_TK = (position_TK >= 0) & (page_TK < pages) & (first_TK >= 0)
+    return torch.where(known_TK, first_TK + position_TK % page_size, -1).int()
+
+
+def gather_indices(slots_TK: Tensor, indptr_T1: Tensor, paged_U: Tensor) -> None:
+    """Packs the first indptr[t + 1] - indptr[t] slots of each row at `paged_U[indptr[t]:]`; nothing else changes.
+
+    Args:
+        paged_U: K entries for each row, or more, so that there is a spare one wherever a row has fewer than K slots.
+    """
+    if slots_TK.numel() == 0:
+        return
+    ends_T1 = indptr_T1.long()
+    place_TK = ends_T1[:-1, None] + torch.arange(slots_TK.shape[1], device=slots_TK.device)
+    counted_TK = place_TK < ends_T1[1:, None]
+    # A mask would make the number of writes a matter of data, which no graph can hold; so what is not counted writes
+    # the first entry behind the list, with its own value.
+    spare_1 = ends_T1[-1:].clamp_max(len(paged_U) - 1)
+    paged_U[torch.where(counted_TK, place_TK, spare_1)] = torch.where(counted_TK, slots_TK, paged_U[spare_1])
 
 
 def decode(
-    q_THD: Tensor, cache_PSD: Tensor, metadata: SparseMlaMetadata, config: Config, kernels: MlaKernels
+    q_THD: Tensor,
+    cache_PSD: Tensor,
+    metadata: SparseMlaMetadata,
+    config: Config,
+    kernels: MlaKernels,
+    scales: Fp8Scales | None = None,
 ) -> Tensor:
     """Attention of every row over its part of the gather list, [T, H, C]; rows that the plan leaves out are NaN.
 
-    vLLM leaves such rows uninitialised. The kernel wants bf16, and 16 heads or more: fewer are repeated, as in vLLM.
+    vLLM leaves such rows uninitialised. The kernel wants 16 heads or more: fewer are repeated, as in vLLM.
 
     Raises:
         ValueError: fewer than 16 heads that do not divide 16.
@@ -85,30 +138,46 @@ def decode(
     if heads < MIN_HEADS and MIN_HEADS % heads:
         raise ValueError(f"n_heads {heads} does not divide {MIN_HEADS}; the decode kernel needs 16 heads or more")
     copies = max(1, MIN_HEADS // heads)
-    q_THD = q_THD.to(torch.bfloat16).repeat_interleave(copies, 1).contiguous()
+    q_THD = q_THD.repeat_interleave(copies, 1)
+    q_THD = q_THD.to(torch.bfloat16) if scales is None else quantise_static(q_THD, scales.q)
     shape = (*q_THD.shape[:2], config.kv_lora_rank)
     out_THC = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=q_THD.device)
-    if len(q_THD) == 0:
-        return out_THC[:, ::copies]
+    if len(q_THD):  # the emulation takes no rows, other kernels need not
+        kv = cache_PSD.view(-1, 1, 1, config.latent_dim)
+        attend_planned(q_THD.contiguous(), kv, out_THC, metadata, config.softmax_scale, kernels, scales)
+    return out_THC[:, ::copies]
+
+
+def attend_planned(
+    q_THD: Tensor,
+    kv: Tensor,
+    out_THC: Tensor,
+    metadata: SparseMlaMetadata,
+    sm_scale: float,
+    kernels: MlaKernels,
+    scales: Fp8Scales | None = None,
+) -> None:
+    """The decode kernel on the step's plan and gather list; writes `out_THC`. `kv` is [slots, 1, 1, D]."""
     plan = metadata.plan
     kernels.mla_decode_fwd(
         q_THD,
-        cache_PSD.view(-1, 1, 1, config.latent_dim),
+        kv,
         out_THC,
         metadata.qo_indptr_T1,
         metadata.paged_kv_indptr_T1,
         metadata.paged_kv_indices,
         metadata.paged_kv_last_page_len_T,
         1,
-        sm_scale=config.softmax_scale,
+        sm_scale=sm_scale,
         work_meta_data=plan.work_metadata_ptrs,
         work_indptr=plan.work_indptr,
         work_info_set=plan.work_info_set,
         reduce_indptr=plan.reduce_indptr,
         reduce_final_map=plan.reduce_final_map,
         reduce_partial_map=plan.reduce_partial_map,
+        q_scale=None if scales is None else scales.q,
+        kv_scale=None if scales is None else scales.kv,
     )
-    return out_THC[:, ::copies]
 
 
 def output(z_THC: Tensor, w: Attention, dtype: torch.dtype, kernels: CacheKernels) -> Tensor:

@@ -86,12 +86,18 @@ def split_rows(batch: Batch, longest_paged: int) -> Ways:
 
 
 def index_scores(
-    query: IndexQuery, cache_PSX: Tensor, batch: Batch, ways: Ways, *, preshuffle: bool, kernels: IndexerKernels
+    query: IndexQuery,
+    cache_PSX: Tensor,
+    batch: Batch,
+    ways: Ways,
+    *,
+    width: int,
+    preshuffle: bool,
+    kernels: IndexerKernels,
 ) -> Tensor:
-    """I(t, s), fp32 [T, S] up to the longest sequence of the step; -inf where a row may not look."""
-    longest = max(batch.step.seq_lens, default=0)
-    scores_TS = torch.full((batch.step.num_tokens, longest), -torch.inf, device=query.q.device)
-    if longest and len(ways.paged):
+    """I(t, s), fp32 [T, width], at least the longest sequence wide; -inf where a row may not look."""
+    scores_TS = torch.full((batch.step.num_tokens, width), -torch.inf, device=query.q.device)
+    if width and len(ways.paged):
         _paged(query, cache_PSX, batch, ways.paged, scores_TS, preshuffle, kernels)
     for request, rows in ways.gathered:
         _gathered(query, cache_PSX, batch, (request, rows), scores_TS, preshuffle, kernels)
@@ -151,7 +157,8 @@ def select(scores_TS: Tensor, batch: Batch, ways: Ways, k: int, kernels: Indexer
     """The K best positions of each row [T, K] int32, in the kernel's order; -1 pads short rows."""
     device = scores_TS.device
     topk_TK = torch.full((len(scores_TS), k), -1, dtype=torch.int32, device=device)
-    for rows, prefill in ((ways.paged, False), (ways.gathered_rows, True)):
+    both = [(ways.paged, False)] + ([(ways.gathered_rows, True)] if ways.gathered else [])
+    for rows, prefill in both:
         if len(rows) == 0 or scores_TS.shape[1] == 0:
             continue
         logits_RS, lengths_R = scores_TS[rows].contiguous(), batch.lengths[rows]

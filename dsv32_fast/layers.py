@@ -86,6 +86,11 @@ def quantise_ue8m0(x: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scale[..., None]).clamp(-LARGEST, LARGEST).to(FP8), scale
 
 
+def quantise_static(x: Tensor, scale_1: Tensor) -> Tensor:
+    """e4m3 of x / scale with a given fp32 scale [1], as a product with its reciprocal, saturated at 448."""
+    return (x.float() * (1 / scale_1)).clamp(-LARGEST, LARGEST).to(FP8)
+
+
 def rope_table(config: Config, positions_T: Tensor) -> Table:
     """cos and sin of position x YaRN frequency; frequency, angle and table in fp32, whatever the activations are."""
     width = config.qk_rope_head_dim

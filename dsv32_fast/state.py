@@ -1,6 +1,6 @@
 """Requests, pages and caches of the optimised path, and one step's batch as its kernels see it.
 
-Every layer has a latent cache in bf16 and a page-planar fp8 cache of indexer keys; both use the same block tables.
+Every layer has a latent cache (bf16 or fp8) and a page-planar fp8 cache of indexer keys, with the same block tables.
 Pages are handed out last freed first, so a request's slots are neither contiguous nor in order. Fresh pages hold NaN,
 so that a read of something never written shows.
 
@@ -61,12 +61,20 @@ class CacheState:
         n_slots: tokens that the caches hold in all, rounded up to whole pages.
         page_size: tokens per page.
         device: of the caches.
+        kv_dtype: of the latents, bf16 or fp8.
 
     Raises:
         ValueError: a size that is not positive.
     """
 
-    def __init__(self, config: Config, n_slots: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: Config,
+        n_slots: int,
+        page_size: int,
+        device: torch.device,
+        kv_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         if n_slots < 1 or page_size < 1:
             raise ValueError(f"n_slots {n_slots} and page_size {page_size} must be positive")
         n_pages = -(-n_slots // page_size)
@@ -76,7 +84,7 @@ class CacheState:
         self.free = list(range(n_pages))
         shape, index_width = (n_pages, page_size), config.index_head_dim + 4
         self.latent = [
-            torch.full((*shape, config.latent_dim), torch.nan, dtype=torch.bfloat16, device=device)
+            torch.full((*shape, config.latent_dim), torch.nan, dtype=kv_dtype, device=device)
             for _ in range(config.n_layers)
         ]
         self.index = [

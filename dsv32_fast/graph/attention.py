@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from dsv32_fast.attention import attend_planned, gather_indices
 from dsv32_fast.batch import StepBatch
 from dsv32_fast.graph.queues import Queues, Staging
 from dsv32_fast.graph.runner import GraphRunner, StepCall
@@ -47,39 +48,12 @@ def allocate(
     )
 
 
-def gather_indices(slots_SK: torch.Tensor, indptr_S1: torch.Tensor, paged_SK: torch.Tensor) -> None:
-    """Pack the first L_s slots of each row at `paged_SK[indptr_s:]`, with static shapes; what lies behind becomes 0."""
-    S, K = slots_SK.shape
-    place_SK = indptr_S1[:-1, None] + torch.arange(K, dtype=torch.int32, device=slots_SK.device)
-    place_SK = torch.where(place_SK < indptr_S1[1:, None], place_SK, S * K)  # one more entry takes all that is not kept
-    packed = torch.zeros(S * K + 1, dtype=torch.int32, device=slots_SK.device)
-    packed.scatter_(0, place_SK.flatten().long(), slots_SK.flatten())
-    paged_SK.copy_(packed[:-1])
-
-
 def attend(
     kernels: MlaKernels, buffers: StepBuffers, metadata: SparseMlaMetadata, kv: torch.Tensor, sm_scale: float
 ) -> None:
     """Gather and decode: writes `buffers.o_NHC` of as many rows as `buffers` has; `kv` is bf16 [slots, 1, 1, D]."""
     gather_indices(buffers.slots_NK, metadata.paged_kv_indptr_T1, metadata.paged_kv_indices)
-    plan = metadata.plan
-    kernels.mla_decode_fwd(
-        buffers.q_NHD,
-        kv,
-        buffers.o_NHC,
-        metadata.qo_indptr_T1,
-        metadata.paged_kv_indptr_T1,
-        metadata.paged_kv_indices,
-        metadata.paged_kv_last_page_len_T,
-        1,
-        sm_scale=sm_scale,
-        work_meta_data=plan.work_metadata_ptrs,
-        work_indptr=plan.work_indptr,
-        work_info_set=plan.work_info_set,
-        reduce_indptr=plan.reduce_indptr,
-        reduce_final_map=plan.reduce_final_map,
-        reduce_partial_map=plan.reduce_partial_map,
-    )
+    attend_planned(buffers.q_NHD, kv, buffers.o_NHC, metadata, sm_scale, kernels)
 
 
 RENEWED = ("q", "slots", "req_id_per_token", "paged_kv_indptr")

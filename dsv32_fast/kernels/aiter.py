@@ -81,7 +81,7 @@ class AiterKernels:
         known = {p.name for p in recorded}
         if unknown := [p.name for p in found if p.default is None and p.name not in known]:
             raise self._unsupported(name, f"requires {', '.join(unknown)}, which this adapter does not know")
-        have, ours = [p.name for p in found], _python_signature(recorded)
+        have, ours = [p.name for p in found], python_signature(recorded)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             given = {key: _translate(value) for key, value in ours.bind(*args, **kwargs).arguments.items()}
@@ -123,7 +123,8 @@ def _leading(have: list[str], given: dict[str, Any]) -> list[str]:
     return leading
 
 
-def _python_signature(recorded: tuple[Parameter, ...]) -> inspect.Signature:
+def python_signature(recorded: tuple[Parameter, ...]) -> inspect.Signature:
+    """Recorded parameters as Python's own; defaults stay texts."""
     return inspect.Signature(
         [
             inspect.Parameter(

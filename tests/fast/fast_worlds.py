@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dsv32_fast.kernels.emulated.cache import read_keys
 from dsv32_fast.kernels.protocol import Kernels
+from dsv32_fast.kernels.selection import current
 from dsv32_fast.metadata import BuildCounts
 from dsv32_fast.options import Options
 from dsv32_fast.path import DecodePath, PathConfig, StepOutput
@@ -26,7 +27,7 @@ from dsv32_ref.config import Config, Precision
 from dsv32_ref.state import Model, State
 from dsv32_ref.weights import Weights, assemble, quantise, synthetic
 
-SMALL = Config(
+_SMALL = Config(
     vocab_size=96,
     dim=128,
     inter_dim=128,
@@ -46,10 +47,38 @@ SMALL = Config(
     original_seq_len=32,
     rope_factor=8.0,
 )
+ADMITTED = _SMALL.replace(
+    dim=256,
+    moe_inter_dim=128,
+    n_heads=16,
+    q_lora_rank=128,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    index_n_heads=64,
+    index_head_dim=128,
+    index_topk=128,
+    max_seq_len=2048,
+    original_seq_len=256,
+)
+"""The smallest world that real kernels take."""
+KERNELS = current().kernels
+"""What this session runs: the emulation unless `--kernels` says otherwise."""
+SMALL = ADMITTED if current().limits.defined else _SMALL
 """Experts as in the real model (256 in 8 groups, 4 kept, 8 chosen), everything else small, YaRN on."""
-PATH = PathConfig(max_num_batched_tokens=64, page_size=16)
-SLOTS = 640
-Recorded = Callable[[Kernels, Options], tuple[Recording, BuildCounts]]
+UNIT = SMALL.index_topk // 16
+"""Lengths of the schedule scale with topk."""
+PATH = PathConfig(
+    max_num_batched_tokens=64 * UNIT,
+    page_size=64 if current().limits.defined else 16,
+    device=current().device,
+    shuffle=current().shuffle,
+)
+SLOTS = 640 * UNIT
+FP8_KV = replace(PATH, kv_cache="fp8", q_scale=0.037, kv_scale=0.11)
+"""An fp8 cache; scales that are no powers of two, and under which nothing saturates."""
+Recorded = Callable[..., tuple[Recording, BuildCounts]]
 """The fixture `recorded`: the run of the whole schedule, and what its builder did."""
 DECISIONS = ("index_topk", "gate_idx")
 
@@ -82,7 +111,7 @@ class Event:
 
 def schedule(steps: int, seed: int = 0, config: Config = SMALL) -> list[Event]:
     """Ten steps of traffic, then ten in which only requests at or beyond topk go on, one token each, and so on."""
-    rng = np.random.default_rng(seed)
+    rng, unit = np.random.default_rng(seed), config.index_topk // 16
     lengths: dict[int, int] = {}
     waiting: dict[int, int] = {}
     events: list[Event] = []
@@ -90,12 +119,12 @@ def schedule(steps: int, seed: int = 0, config: Config = SMALL) -> list[Event]:
     for number in range(steps):
         calm = number % 20 >= 10
         if not lengths or (len(lengths) < 4 and not calm and rng.random() < 0.7):
-            lengths[newest], waiting[newest] = 0, int(rng.integers(1, 30))
+            lengths[newest], waiting[newest] = 0, int(rng.integers(1, 30)) * unit
             newest += 1
         if calm:
             counts = {r: int(n >= config.index_topk) for r, n in lengths.items()}
         else:
-            counts = {r: _tokens_of(r, waiting, rng) for r in lengths}
+            counts = {r: _tokens_of(r, waiting, rng, unit) for r in lengths}
         tokens = {r: tuple(rng.integers(0, config.vocab_size, n).tolist()) for r, n in counts.items()}
         truncate = {}
         for r, n in counts.items():
@@ -103,7 +132,7 @@ def schedule(steps: int, seed: int = 0, config: Config = SMALL) -> list[Event]:
             if r not in waiting and n > 1 and rng.random() < 0.6:
                 lengths[r] -= int(rng.integers(1, n))
                 truncate[r] = lengths[r]
-        ended = tuple(r for r in lengths if r not in waiting and (lengths[r] > 60 or rng.random() < 0.04))
+        ended = tuple(r for r in lengths if r not in waiting and (lengths[r] > 60 * unit or rng.random() < 0.04))
         release = () if calm else ended
         rows = sum(counts.values())
         padded = -(-max(rows, 1) // 8) * 8 if calm or rng.random() < 0.5 else 0
@@ -113,10 +142,10 @@ def schedule(steps: int, seed: int = 0, config: Config = SMALL) -> list[Event]:
     return events
 
 
-def _tokens_of(request: int, waiting: dict[int, int], rng: np.random.Generator) -> int:
+def _tokens_of(request: int, waiting: dict[int, int], rng: np.random.Generator, unit: int) -> int:
     """A chunk of the prompt while there is one, else one token or some drafts, now and then none."""
     if request in waiting:
-        chunk = min(waiting[request], 9)
+        chunk = min(waiting[request], 9 * unit)
         waiting[request] -= chunk
         if not waiting[request]:
             del waiting[request]
@@ -162,12 +191,15 @@ class Recorder:
         self.values[stage, layer] = value.detach().cpu().clone()
         if stage == "index_score":
             self.values["keys", layer], self.values["key_scales", layer] = self._keys(layer, value.shape[1])
+            self.values["cached", layer] = self._cached(layer, [[length - 1] for _, length in self.rows()], 1)[:, 0]
         value = self.forced.get((stage, layer), value)
         if stage == "gate_idx":
             self.values["routed", layer] = value.cpu()
         if stage == "index_topk":
             self.values["attended", layer] = value.cpu()
-            self.values["kv", layer] = self._gathered(layer, value.cpu().long())
+            kept = value.cpu().long()
+            kv_TKD = self._cached(layer, kept.clamp_min(0).tolist(), kept.shape[1])
+            self.values["kv", layer] = kv_TKD.masked_fill((kept < 0)[..., None], 0.0)
         return value
 
     def rows(self) -> Iterator[tuple[int, int]]:
@@ -185,12 +217,21 @@ class Recorder:
             pad = longest - len(slots)
             keys.append(torch.nn.functional.pad(bits.view(torch.float8_e4m3fn).float(), (0, 0, 0, pad)))
             scales.append(torch.nn.functional.pad(scale[:, 0], (0, pad)))
+        if not keys:
+            return torch.zeros(0, longest, width), torch.zeros(0, longest)
         return torch.stack(keys), torch.stack(scales)
 
-    def _gathered(self, layer: int, topk_TK: Tensor) -> Tensor:
+    def _cached(self, layer: int, positions: list[list[int]], width: int) -> Tensor:
+        """The latents [T, width, D] at positions of each row's own request, dequantised in fp64."""
         flat = self.state.latent[layer].cpu().flatten(0, 1)
-        rows = [flat[self.state.slots(request)[topk_TK[t].clamp_min(0)]] for t, (request, _) in enumerate(self.rows())]
-        return torch.stack(rows).masked_fill((topk_TK < 0)[..., None], 0.0)
+        owned = {request: self.state.slots(request) for request, _ in self.rows()}
+        parts = [owned[r][torch.tensor(at)] for (r, _), at in zip(self.rows(), positions, strict=True)]
+        slots_TK = torch.stack(parts) if parts else torch.zeros(0, width, dtype=torch.int64)
+        if flat.dtype == torch.bfloat16:
+            return flat[slots_TK].double()
+        scales = self.run.scales
+        assert scales is not None
+        return flat.view(torch.uint8)[slots_TK].view(flat.dtype).double() * scales.kv.double().cpu()
 
 
 def run_fast(
@@ -215,8 +256,15 @@ def record(run: DecodePath, events: list[Event], reference: list[Values] | None)
     steps, _ = run_fast(run, events, reference and [decisions(step) for step in reference])
     fp8 = run.weights.layers[0].attn.o.scale is not None
     precision = Precision(bf16=run.path.activations == torch.bfloat16, linear_fp8=fp8, scale_format="fp32")
-    model = weights(run.config, fp8)
-    return Recording(config=run.config, weights=model, options=run.options, steps=steps, precision=precision)
+    scales = run.scales and (run.scales.q.item(), run.scales.kv.item())
+    return Recording(
+        config=run.config,
+        weights=weights(run.config, fp8),
+        options=run.options,
+        steps=steps,
+        precision=precision,
+        kv_scales=scales,
+    )
 
 
 def row_lengths(event: Event, before: Mapping[int, int], topk: int) -> list[int]:

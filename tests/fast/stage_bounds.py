@@ -6,6 +6,8 @@ output rounded once to bf16). Where the path rounds elsewhere the pair is compos
 - index_score: fp32 arithmetic on the recorded fp8 operands, one batch of keys per row.
 - attn_z: scores in fp32, softmax in fp32 with P rounded to bf16 before it is normalised, merged from at most one
   partial per key (a split holds at least one), a running maximum changed at most once per key.
+- fp8 KV: `cached` and `attn_q` are e4m3 with one given scale (`static_quant`), P is rounded to e4m3, both scales are
+  multiplied into the scores, and that of V into V, into each partial or into the result: one rounding of every term.
 - gate_w: the optimised kernel takes a score as (score + bias) - bias: two more fp32 roundings of up to |score + bias|.
 - ffn_out: the routed sum, the shared expert and their sum are each rounded to bf16; gate and up of routed experts not.
 Each pair's value is the stage in real arithmetic, which is what the reference stage computes.
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor
 
 from dsv32_fast.options import Options
-from dsv32_ref.bounds import BF16, Approx, Arithmetic, SoftmaxForm, attend, certify_router, exact, round_to
+from dsv32_ref.bounds import BF16, E4M3FN, Approx, Arithmetic, SoftmaxForm, attend, certify_router, exact, round_to
 from dsv32_ref.bounds import attention as attention_bounds
 from dsv32_ref.bounds import linear as linear_bounds
 from dsv32_ref.bounds import moe as moe_bounds
@@ -58,6 +60,8 @@ class Recording:
     """What the gate's GEMM stored, where that is not the type of the logits."""
     precision: Precision = field(default_factory=lambda: Precision(bf16=True))
     """bf16 or fp32 activations; fp8 linears where the weights are fp8."""
+    kv_scales: tuple[float, float] | None = None
+    """Of queries and cache where these are fp8, as the kernel gets them (fp32)."""
 
     @property
     def bounds(self) -> StageBounds:
@@ -121,12 +125,17 @@ def _attention(rec: Recording, w: LayerWeights, layer: int) -> Iterator[Compared
     a_TM = exact(rec.of("attn_in", layer))
     qr_TL = b.query_latent(a_TM, w.attn)
     yield f"latent {layer}", rec.of("latent", layer), b.latents(a_TM, w.attn, positions_T)
+    latent_TD = exact(rec.of("latent", layer))
+    kept = stored(latent_TD) if rec.kv_scales is None else static_quant(latent_TD, rec.kv_scales[1])
+    yield f"cached {layer}", rec.of("cached", layer), kept
     yield from _indexer(rec, w, layer)
     uk_HNC, uv_HVC = up_matrices(rec.config, w)
     nope, turned = b.queries(qr_TL, w.attn, positions_T)
     qa_HTC = rec.stored(linear_bounds.matmul(nope.apply(lambda t: t.transpose(0, 1)), uk_HNC, ARITH))
     q_THD = _join(qa_HTC.apply(lambda t: t.transpose(0, 1)), turned)
-    yield f"attn_q {layer}", rec.of("attn_q", layer), q_THD if rec.precision.bf16 else stored(q_THD)
+    narrow = q_THD if rec.precision.bf16 else stored(q_THD)
+    received = narrow if rec.kv_scales is None else static_quant(q_THD, rec.kv_scales[0])
+    yield f"attn_q {layer}", rec.of("attn_q", layer), received
     yield f"attn_z {layer}", rec.of("attn_z", layer), attended(rec, layer)
     z_HTC = exact(rec.of("attn_z", layer).transpose(0, 1))
     o_HTV = rec.stored(linear_bounds.matmul(z_HTC, uv_HVC.transposed(), ARITH))
@@ -144,12 +153,27 @@ def up_matrices(config: Config, w: LayerWeights) -> tuple[Approx, Approx]:
 def attended(rec: Recording, layer: int) -> Approx:
     """attn_z from the recorded queries and the tokens that the row should have attended."""
     q_THD, kv_TKD = exact(rec.of("attn_q", layer)), exact(rec.of("kv", layer))
-    scores = attention_bounds.scores(q_THD, kv_TKD, rec.config.softmax_scale, ARITH)
+    fp8 = rec.kv_scales is not None
+    scores = attention_bounds.scores(q_THD, kv_TKD, rec.config.softmax_scale, ARITH, scalars=3 if fp8 else 1)
     outside = (rec.of("attended", layer) < 0)[:, None].expand(scores.value.shape)
     scores = Approx(scores.value.masked_fill(outside, -torch.inf), scores.err.masked_fill(outside, 0.0))
     keys = kv_TKD.value.shape[1]
-    form = SoftmaxForm(p_format=BF16, splits=keys, rescales=keys)
-    return stored(attend(scores, kv_TKD.apply(lambda t: t[..., : rec.config.kv_lora_rank]), ARITH, form)[0])
+    form = SoftmaxForm(p_format=E4M3FN if fp8 else BF16, splits=keys, rescales=keys)
+    v_TKC = kv_TKD.apply(lambda t: t[..., : rec.config.kv_lora_rank])
+    v_TKC = Approx(v_TKC.value, v_TKC.value.abs() * ARITH.u) if fp8 else v_TKC
+    return stored(attend(scores, v_TKC, ARITH, form)[0])
+
+
+def static_quant(x: Approx, scale: float) -> Approx:
+    """e4m3 with a given fp32 scale, dequantised, against x itself.
+
+    The quotient, or the reciprocal and the product, and the product with the scale are four roundings at most. Beyond
+    448 scales x saturates, so the excess is lost. `attn_q` and `cached` are compared dequantised in fp64 or in fp32.
+    """
+    high = x.high / scale * (1.0 + 4.0 * ARITH.u)
+    step = E4M3FN.half_ulp(high.clamp(max=E4M3FN.max)) + (high - E4M3FN.max).clamp(min=0.0)
+    own = 4.0 * ARITH.u * x.high + 2.0 * ARITH.eta_mul * (1.0 + scale)
+    return Approx(x.value, x.err + scale * step + own)
 
 
 def index_pairs(rec: Recording, layer: int) -> tuple[Approx, Approx]:

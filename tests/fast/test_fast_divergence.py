@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from divergence import divergence, first_flip
-from fast_worlds import SMALL, Event, Values, path, record
+from fast_worlds import KERNELS, SMALL, Event, Values, path, record
 from stage_bounds import Recording
 
-from dsv32_fast.kernels.mounted import EMULATION
 from dsv32_fast.options import PRESETS, Options
 
 MOE_LAYER = 1
@@ -19,7 +18,7 @@ MOE_LAYER = 1
 @pytest.mark.parametrize("name", ["baseline", "pr47766"])
 def test_the_first_difference_is_a_certified_flip(name: str, events: list[Event], reference: list[Values]) -> None:
     events, reference = events[:20], reference[:20]
-    found = divergence(record(path(PRESETS[name], EMULATION), events, None), reference)
+    found = divergence(record(path(PRESETS[name], KERNELS), events, None), reference)
     assert found.first is not None, "20 steps with random weights flip somewhere"
     assert found.first.certified, found.first
     assert found.first.margin >= 0
@@ -30,7 +29,7 @@ def test_the_first_difference_is_a_certified_flip(name: str, events: list[Event]
 
 
 def test_forced_decisions_leave_no_flip(events: list[Event], reference: list[Values]) -> None:
-    rec = record(path(Options(), EMULATION), events[:8], reference[:8])
+    rec = record(path(Options(), KERNELS), events[:8], reference[:8])
     for step, forced in zip(rec.steps, reference, strict=False):
         for key in forced:
             if key[0] in ("index_topk", "gate_idx"):
@@ -57,7 +56,7 @@ def _spoilt(rec: Recording, stage: str) -> Recording:
 @pytest.mark.parametrize("stage", ["index_topk", "gate_idx"])
 def test_a_wrong_choice_is_not_certified(stage: str, events: list[Event]) -> None:
     """The best member of a row exchanged for the worst candidate, against the path's own decisions as reference."""
-    rec = record(path(Options(), EMULATION), events[:12], None)
+    rec = record(path(Options(), KERNELS), events[:12], None)
     flip = first_flip(_spoilt(rec, stage), rec.steps)
     assert flip is not None
     assert not flip.certified
@@ -66,7 +65,7 @@ def test_a_wrong_choice_is_not_certified(stage: str, events: list[Event]) -> Non
 
 
 def test_identical_runs_have_no_flip(events: list[Event]) -> None:
-    rec = record(path(Options(), EMULATION), events[:6], None)
+    rec = record(path(Options(), KERNELS), events[:6], None)
     found = divergence(rec, rec.steps)
     assert found.first is None
     assert set(found.logits) == {0.0}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fast_worlds import SMALL, path
+from fast_worlds import KERNELS, SMALL, path
 
 from dsv32_fast.attention import decode, fill_gather_list
 from dsv32_fast.batch import StepBatch
 from dsv32_fast.kernels.emulated.memory import OutOfBoundsError
-from dsv32_fast.kernels.mounted import EMULATION
 from dsv32_fast.metadata import BuilderConfig, MetadataBuilder, SparseMlaMetadata
 from dsv32_fast.options import Options
 
@@ -19,7 +18,7 @@ TABLE = torch.tensor([[9, 2, -1], [5, 7, 3]], dtype=torch.int32)
 
 def _metadata(step: StepBatch, topk: int = 4) -> SparseMlaMetadata:
     config = BuilderConfig(topk=topk, max_num_batched_tokens=16, num_heads=16)
-    return MetadataBuilder(config=config, options=Options(), kernels=EMULATION).build(step)
+    return MetadataBuilder(config=config, options=Options(), kernels=KERNELS).build(step)
 
 
 def test_positions_become_slots_of_their_own_request() -> None:
@@ -49,12 +48,12 @@ def test_an_entry_that_names_nothing_stays_minus_one(entry: int) -> None:
     cache_PSD = torch.ones(10, PAGE, SMALL.latent_dim, dtype=torch.bfloat16)
     q_THD = torch.ones(1, SMALL.n_heads, SMALL.latent_dim, dtype=torch.bfloat16)
     with pytest.raises(OutOfBoundsError, match="kv_buffer: access to row -1"):
-        decode(q_THD, cache_PSD, metadata, SMALL, EMULATION)
+        decode(q_THD, cache_PSD, metadata, SMALL, KERNELS)
 
 
 def test_pages_are_neither_contiguous_nor_in_order() -> None:
     """Else the conversion could be the identity, and no test would see a wrong one."""
-    run = path(Options(), EMULATION)
+    run = path(Options(), KERNELS)
     state = run.new_state(160)
     run.decode(state, {0: tuple(range(20)), 1: (1,)})
     run.decode(state, {0: tuple(range(20))})

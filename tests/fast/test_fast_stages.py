@@ -6,10 +6,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fast_worlds import PATH, SMALL, Event, Recorded, Values, path, record, run_reference, schedule, stale_rows
+from fast_worlds import (
+    FP8_KV,
+    KERNELS,
+    PATH,
+    SMALL,
+    Event,
+    Recorded,
+    Values,
+    path,
+    record,
+    run_reference,
+    schedule,
+    stale_rows,
+)
 from stage_bounds import Recording, expert_choices, values
 
-from dsv32_fast.kernels.mounted import EMULATION
 from dsv32_fast.kernels.protocol import Kernels
 from dsv32_fast.options import PRESETS, Options
 from dsv32_fast.path import PathConfig
@@ -81,6 +93,34 @@ def test_every_stage_of_50_steps_is_within_its_bound(
     assert counts.plan_launches == counts.builds if options.key == "none" else 0 < counts.plan_launches < counts.builds
 
 
+@pytest.mark.parametrize(
+    ("kernels", "name"),
+    [("emulated", "on"), pytest.param("emulated", "off", marks=pytest.mark.nightly)]
+    + [pytest.param("mounted", name, marks=pytest.mark.nightly) for name in ("off", "pr42982 key", "on")],
+    indirect=["kernels"],
+)
+def test_every_stage_of_50_steps_with_an_fp8_cache(
+    kernels: Kernels, name: str, recorded: Recorded, events: list[Event]
+) -> None:
+    """Latents, queries and P in e4m3: the same matrix, the same decisions, bounds of e4m3 where the kernel has it."""
+    rec, counts = recorded(kernels, OPTIONS[name], FP8_KV)
+    misled = stale_rows(events, SMALL.index_topk) if OPTIONS[name].key == "pr42982" else None
+    assert_within_bounds(rec, misled)
+    assert_choices_legal(rec)
+    assert counts.plan_launches == counts.builds if OPTIONS[name].key == "none" else counts.plan_launches > 0
+
+
+def test_an_fp8_cache_saturates(events: list[Event], reference: list[Values]) -> None:
+    """With a cache scale of 2^-9 whatever lies beyond 0.875 is stored as that, and every stage keeps to its bound."""
+    sizes = replace(FP8_KV, kv_scale=2.0**-9)
+    rec = record(path(Options(), KERNELS, sizes=sizes), events[:8], reference[:8])
+    latent_TD, cached_TD = rec.of("latent", MOE_LAYER).double(), rec.of("cached", MOE_LAYER)
+    beyond = latent_TD.abs() > 0.875
+    assert 0.05 < float(beyond.double().mean()) < 0.95
+    assert torch.equal(cached_TD[beyond], 0.875 * latent_TD[beyond].sign())
+    assert_within_bounds(rec)
+
+
 def test_the_schedule_reaches_every_case(events: list[Event], reference: list[Values]) -> None:
     topk, rows = SMALL.index_topk, [len(ids) for event in events for ids in event.tokens.values()]
     lengths = torch.cat([(step["index_topk", 0] >= 0).sum(1) for step in reference])
@@ -97,7 +137,7 @@ def test_the_schedule_reaches_every_case(events: list[Event], reference: list[Va
 
 @pytest.mark.parametrize("name", EQUAL_TO_OFF)
 def test_a_sound_cache_and_tail_clears_change_no_bit(name: str, recorded: Recorded) -> None:
-    (plain, _), (changed, counts) = recorded(EMULATION, Options()), recorded(EMULATION, OPTIONS[name])
+    (plain, _), (changed, counts) = recorded(KERNELS, Options()), recorded(KERNELS, OPTIONS[name])
     assert (counts.plan_launches < counts.builds) == (OPTIONS[name].key != "none")
     for step, (one, other) in enumerate(zip(plain.steps, changed.steps, strict=True)):
         for key in one:
@@ -130,7 +170,7 @@ def test_fp8_weights(kernels: Kernels) -> None:
 
 def test_the_gate_may_store_bf16_and_widen_it(events: list[Event], reference: list[Values]) -> None:
     sizes = PathConfig(max_num_batched_tokens=64, page_size=16, gate_gemm="bf16")
-    rec = record(path(Options(), EMULATION, sizes=sizes), events[:15], reference[:15])
+    rec = record(path(Options(), KERNELS, sizes=sizes), events[:15], reference[:15])
     logits_TE = rec.of("gate_logits", MOE_LAYER)
     assert logits_TE.dtype == torch.float32
     assert torch.equal(logits_TE, logits_TE.bfloat16().float())
@@ -142,7 +182,7 @@ def test_the_gate_may_store_bf16_and_widen_it(events: list[Event], reference: li
 )
 def test_a_wrong_stage_is_seen(stage: str, recorded: Recorded) -> None:
     """The comparison itself: one element of one row off by a sixteenth of the stage's largest value."""
-    whole, _ = recorded(EMULATION, Options())
+    whole, _ = recorded(KERNELS, Options())
     rec = replace(whole, steps=[dict(step) for step in whole.steps[:6]])  # all within their bounds, see above
     value = rec.steps[3][stage, MOE_LAYER]
     spoilt = value.clone().float()

@@ -9,10 +9,9 @@ from typing import Literal
 
 import pytest
 import torch
-from fast_worlds import PATH, SMALL, path, weights
+from fast_worlds import KERNELS, PATH, SMALL, path, weights
 from torch import Tensor
 
-from dsv32_fast.kernels.mounted import EMULATION
 from dsv32_fast.kernels.protocol import Kernels
 from dsv32_fast.options import Options
 from dsv32_fast.path import STAGES, DecodePath, PathConfig
@@ -55,7 +54,7 @@ def test_router_casts_per_step(logits: Literal["fp32", "bf16"], casts: int, gemm
     """One bf16-to-fp32 cast per mixture layer: the 58 launches per step that #42982 removed (61 layers less 3)."""
     assert (DEEP.n_layers, DEEP.n_dense_layers) == (61, 3)
     sizes = PathConfig(max_num_batched_tokens=8, page_size=16, gate_gemm=gemm)
-    run = DecodePath(DEEP, _deep(), Options(logits=logits), EMULATION, sizes)
+    run = DecodePath(DEEP, _deep(), Options(logits=logits), KERNELS, sizes)
     state = run.new_state(32)
     for step, tokens in enumerate(({0: (1, 2), 1: (3,)}, {0: (4,), 1: (5,)}), 1):
         run.decode(state, tokens)
@@ -90,7 +89,7 @@ def _keep(values: dict[tuple[str, int], Tensor]) -> Callable[[str, int, Tensor],
 
 def test_stages_are_those_of_the_reference_in_its_order() -> None:
     ours: dict[tuple[str, int], Tensor] = {}
-    run = path(Options(), EMULATION)
+    run = path(Options(), KERNELS)
     run.decode(run.new_state(64), {0: (1, 2, 3)}, tap=_keep(ours))
     trace = reference.Trace()
     model = Model(config=SMALL, weights=weights())
@@ -152,7 +151,7 @@ def test_a_stage_can_be_replaced(kernels: Kernels) -> None:
 
 
 def _run(tokens: dict[int, tuple[int, ...]], slots: int = 64, **arguments: int) -> None:
-    run = path(Options(), EMULATION)
+    run = path(Options(), KERNELS)
     state = run.new_state(slots)
     run.decode(state, {0: (1,)})
     before = dict(state.tokens), {r: list(p) for r, p in state.pages.items()}, list(state.free)
@@ -181,7 +180,7 @@ def test_bad_steps_are_refused_and_change_nothing(
 
 
 def test_a_sequence_beyond_the_model_is_refused() -> None:
-    run = path(Options(), EMULATION)
+    run = path(Options(), KERNELS)
     state = run.new_state(512)
     for _ in range(4):
         run.decode(state, {0: (1,) * 60})
@@ -190,7 +189,7 @@ def test_a_sequence_beyond_the_model_is_refused() -> None:
 
 
 def test_other_bad_input_is_refused() -> None:
-    run = path(Options(), EMULATION)
+    run = path(Options(), KERNELS)
     with pytest.raises(ValueError, match=r"tap: attn_in of layer 0 is \(1, 3\); give \(2, 128\)"):
         run.decode(run.new_state(64), {0: (1, 2)}, tap=lambda *_: torch.zeros(1, 3))
     with pytest.raises(ValueError, match=r"choose torch\.bfloat16 or torch\.float32"):
@@ -205,7 +204,7 @@ def test_other_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="length 5: request 3 has 2 tokens"):
         state.truncate(3, 5)
     three = SMALL.replace(n_heads=3)
-    odd = DecodePath(three, assemble(three, synthetic(three, 0)), Options(), EMULATION, PATH)
+    odd = DecodePath(three, assemble(three, synthetic(three, 0)), Options(), KERNELS, PATH)
     with pytest.raises(ValueError, match="n_heads 3 does not divide 16"):
         odd.decode(odd.new_state(64), {0: (1,)})
 
@@ -217,4 +216,4 @@ def test_all_experts_are_needed() -> None:
     fewer = dataclasses.replace(ffn, experts={e: w for e, w in ffn.experts.items() if e != 9})
     layers = (model.layers[0], dataclasses.replace(model.layers[1], ffn=fewer))
     with pytest.raises(ValueError, match=r"layers\.1\.ffn\.experts\.9 is missing"):
-        DecodePath(SMALL, dataclasses.replace(model, layers=layers), Options(), EMULATION, PATH)
+        DecodePath(SMALL, dataclasses.replace(model, layers=layers), Options(), KERNELS, PATH)

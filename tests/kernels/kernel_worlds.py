@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+from under_test import mla_decode_fwd
 
-from dsv32_fast.kernels.emulated.attention import mla_decode_fwd
+from dsv32_fast.kernels.selection import Admits, current
 
 U32 = 2.0**-24
 """Unit roundoff of fp32."""
@@ -21,6 +24,23 @@ U8 = 2.0**-4
 """Unit roundoff of e4m3."""
 
 Windows = list[list[tuple[int, int]]]
+
+FAULTS = "a GPU faults here, or uses foreign memory"
+NEIGHBOURS = "it looks at memory beside the views that a kernel is given"
+UNWRITTEN = "memory that no kernel writes holds anything on a GPU"
+REFUSALS = "bad arguments, which a GPU need not refuse"
+RULE = "a rule of the host, not what a kernel computes"
+FLAVOUR = "it changes the device, or the order in which threads arrive"
+
+
+def admits(**fixed: Any) -> pytest.MarkDecorator:
+    """What a test fixes; see `dsv32_fast.kernels.selection.Admits`."""
+    return pytest.mark.admits(Admits(**fixed))
+
+
+def assert_unwritten(part: Tensor) -> None:
+    """Scratch still holds the emulation's poison; of a GPU nothing is said."""
+    assert current().limits.defined or part.isnan().all()
 
 
 def windows(lengths: list[int], pieces: int = 1) -> Windows:
@@ -67,7 +87,7 @@ class World:
     indices: Tensor
     lengths: list[int]
     latent: int
-    scale: float = 0.3
+    scale: float
 
     def run(self, plan: dict[str, Tensor], **changes: object) -> tuple[Tensor, Tensor, Tensor]:
         """(output, partials, LSE) of `mla_decode_fwd`; the output starts as 768."""
@@ -84,7 +104,11 @@ class World:
 def world(
     lengths: list[int], heads: int = 4, latent: int = 16, rope: int = 8, slots: int | None = None, seed: int = 0
 ) -> World:
-    """Random bf16 operands; the slots that no row owns hold NaN."""
+    """Random bf16 operands of at least these dimensions, as the kernels take them; slots that no row owns hold NaN."""
+    limits = current().limits
+    heads, latent, rope = (
+        limits.smallest(name, wanted) for name, wanted in (("heads", heads), ("latent", latent), ("rope", rope))
+    )
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
     slots = total + 7 if slots is None else slots
@@ -92,7 +116,9 @@ def world(
     kv = torch.full((slots, 1, 1, latent + rope), math.nan, dtype=torch.bfloat16)
     kv[indices.long()] = torch.randn(total, 1, 1, latent + rope, generator=generator).bfloat16()
     q = torch.randn(len(lengths), heads, latent + rope, generator=generator).bfloat16()
-    return World(q=q, kv=kv, indices=indices, lengths=lengths, latent=latent)
+    # Scores of a deviation of 1.5, whatever the dimensions: with a peaked softmax a bound could not see a lost key.
+    scale = 1.5 * (latent + rope) ** -0.5
+    return World(q=q, kv=kv, indices=indices, lengths=lengths, latent=latent, scale=scale)
 
 
 @dataclass(kw_only=True)
@@ -141,3 +167,11 @@ def assert_attends(step: World, out: Tensor, row: int, slots: Tensor, pieces: in
     expected = attention(step.q[row].float(), keys, step.latent, step.scale, pieces, **kernel)
     error = (out[row].double() - expected.output).abs()
     assert (error <= expected.bound).all(), f"row {row}: {(error / expected.bound).max():.3g} of the bound"
+
+
+def assert_lse(step: World, lse: Tensor, row: int, slots: Tensor, pieces: int = 1) -> None:
+    """Row `row` of `lse` is the logarithm of the sum over `slots`, within the bound."""
+    keys = step.kv[slots.long(), 0, 0].float()
+    expected = attention(step.q[row].float(), keys, step.latent, step.scale, pieces)
+    error = (lse[row].double() - expected.lse).abs()
+    assert (error <= expected.lse_bound).all(), f"row {row}: {(error / expected.lse_bound).max():.3g} of the bound"

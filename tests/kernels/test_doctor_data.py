@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kernel_worlds import RULE, admits
 
 from dsv32_fast.doctor import Diagnosis, Gpu, examine
 from dsv32_fast.kernels.installed import Difference, Installation
@@ -58,6 +59,7 @@ def test_vllm():
     assert not capability(replace(READY, vllm=None), "installed vLLM").available
 
 
+@admits(emulation=RULE)
 def test_examining_this_machine_imports_neither_aiter_nor_vllm():
     found = examine()
     assert found.torch == torch.__version__

@@ -6,23 +6,20 @@ import math
 
 import pytest
 import torch
-from kernel_worlds import U8, U32
-
-from dsv32_fast.kernels.emulated.cache import (
+from kernel_worlds import FAULTS, REFUSALS, RULE, U8, U32, admits
+from under_test import (
     concat_and_cache_mla,
     cp_gather_indexer_k_quant_cache,
     indexer_k_quant_and_cache,
-    power_of_two_above,
-)
-from dsv32_fast.kernels.emulated.device import MI300X, emulated_device
-from dsv32_fast.kernels.emulated.memory import OutOfBoundsError
-from dsv32_fast.kernels.emulated.quant import (
-    QuantType,
-    get_hip_quant,
     per_group_quant_hip,
     per_token_quant_hip,
-    pertoken_quant,
 )
+
+from dsv32_fast.kernels.emulated import quant
+from dsv32_fast.kernels.emulated.cache import power_of_two_above
+from dsv32_fast.kernels.emulated.device import MI300X, emulated_device
+from dsv32_fast.kernels.emulated.memory import OutOfBoundsError
+from dsv32_fast.kernels.emulated.quant import QuantType, get_hip_quant, pertoken_quant
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 ONE = torch.ones(1)
@@ -35,6 +32,7 @@ def randn(*shape, seed=0):
 # ---- the latent cache ------------------------------------------------------------------------------------------------
 
 
+@admits(latent=16, rope=8)
 @pytest.mark.parametrize("page", [1, 4])
 def test_latent_cache_bf16(page):
     """aiter#3235: fewer slots than tokens, and slot -1; nothing else of the cache changes."""
@@ -47,6 +45,7 @@ def test_latent_cache_bf16(page):
     assert flat[[1, 2, 4, 5, 6, 8, 9, 10, 11]].isnan().all()
 
 
+@admits(latent=4, rope=2)
 @pytest.mark.parametrize("stored_as", [FP8, torch.uint8])
 def test_latent_cache_fp8(stored_as):
     """Scale 0.3 (FlashMLA#184: not a power of two) and saturation at 448."""
@@ -57,6 +56,7 @@ def test_latent_cache_fp8(stored_as):
     assert not cache.view(torch.uint8)[0].any()
 
 
+@admits(latent=4, rope=2)
 def test_flavour_of_fp8():
     """vllm#45720: bytes 0x38, 0x40, 0x7e, 0x80 are 1, 2, 448, -0 in FN and 0.5, 1, 224, NaN in FNUZ."""
     cache = torch.zeros(1, 1, 4, dtype=torch.uint8)
@@ -70,6 +70,7 @@ def test_flavour_of_fp8():
     assert cache.flatten().tolist() == [0x40, 0x48, 0x7F, 0x00]
 
 
+@admits(emulation=REFUSALS)
 def test_latent_cache_refusals():
     cache = torch.zeros(2, 1, 24, dtype=BF16)
     with pytest.raises(ValueError, match="fp8_ds_mla"):
@@ -85,6 +86,7 @@ def test_latent_cache_refusals():
 # ---- the indexer cache -----------------------------------------------------------------------------------------------
 
 
+@admits(emulation=RULE)
 def test_page_planar_layout():
     """aiter#5591: a page of 4 slots of 2 dims is 8 key bytes, then 4 fp32 scales: not key and scale by turns."""
     cache = torch.full((2, 4, 6), 0xAA, dtype=torch.uint8)
@@ -98,6 +100,7 @@ def test_page_planar_layout():
     assert (cache[0] == 0xAA).all()
 
 
+@admits(emulation=RULE)
 def test_preshuffled_layout():
     """Slot 17 of a page of 32, dim 19 of 32: second row of tiles, second tile in it, row 1, column 3."""
     k = torch.zeros(1, 32)
@@ -168,11 +171,13 @@ def test_values_are_multiplied_by_the_rounded_reciprocal():
     assert not torch.equal(cache[:, 0, :128], divided.view(torch.uint8)), "the example tells the two apart"
 
 
+@admits(emulation=RULE)
 def test_power_of_two_above():
     values = torch.tensor([1.0, 1.0000001, 0.75, 0.5, 2.0**-120, 3e-5])
     assert power_of_two_above(values).tolist() == [2.0 ** math.ceil(math.log2(v)) for v in values.tolist()]
 
 
+@admits(emulation=FAULTS)
 def test_gather_outside_the_cache():
     cache, cu = torch.zeros(2, 4, 132, dtype=torch.uint8), torch.tensor([0, 5], dtype=torch.int32)
     out = torch.zeros(5, 128, dtype=torch.uint8), torch.zeros(5, 1)
@@ -213,9 +218,10 @@ def test_transposed_scales_and_row_counts():
     assert scales.isnan().flatten().tolist() == [False, False, True, True]
 
 
+@admits(emulation=REFUSALS)
 def test_quantiser_choice_and_refusals():
-    assert get_hip_quant(QuantType.per_1x128) is per_group_quant_hip
-    assert get_hip_quant(QuantType.per_Token) is per_token_quant_hip
+    assert get_hip_quant(QuantType.per_1x128) is quant.per_group_quant_hip
+    assert get_hip_quant(QuantType.per_Token) is quant.per_token_quant_hip
     assert get_hip_quant(QuantType.No)(3) == (3, None)
     with pytest.raises(ValueError, match="per_Tensor"):
         get_hip_quant(QuantType.per_Tensor)

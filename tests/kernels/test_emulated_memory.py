@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from kernel_worlds import RULE, admits
 
 from dsv32_fast.kernels.emulated.memory import OutOfBoundsError, beyond_view, ranges, require_inside
+
+pytestmark = admits(emulation=RULE)
 
 
 def test_beyond_a_view_lies_the_rest_of_the_allocation():

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from kernel_worlds import U8, assert_attends, attention, plan_buffers, windows, world
+from kernel_worlds import (
+    FAULTS,
+    NEIGHBOURS,
+    REFUSALS,
+    RULE,
+    U8,
+    U16,
+    UNWRITTEN,
+    admits,
+    assert_attends,
+    assert_unwritten,
+    attention,
+    plan_buffers,
+    windows,
+    world,
+)
+from under_test import get_mla_metadata_info_v1, get_mla_metadata_v1, mla_decode_fwd
 
-from dsv32_fast.kernels.emulated.attention import head_fold, mla_decode_fwd, uses_persistent_kernel
+from dsv32_fast.kernels.emulated.attention import head_fold, uses_persistent_kernel
 from dsv32_fast.kernels.emulated.device import MI300X, emulated_device
 from dsv32_fast.kernels.emulated.memory import OutOfBoundsError
-from dsv32_fast.kernels.emulated.metadata import get_mla_metadata_v1
-from dsv32_fast.kernels.emulated.metadata_info import get_mla_metadata_info_v1
 from dsv32_fast.kernels.emulated.splitkv import get_meta_param
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -33,11 +49,13 @@ def test_each_row_attends_its_own_keys(lengths, pieces):
     for row in range(len(lengths)):
         slots = step.indices[slice(*own(lengths, row))]
         assert_attends(step, out, row, slots, len(cuts[row]))
-        expected = attention(step.q[row].float(), step.kv[slots.long(), 0, 0].float(), 16, 0.3, len(cuts[row]))
+        expected = attention(
+            step.q[row].float(), step.kv[slots.long(), 0, 0].float(), step.latent, step.scale, len(cuts[row])
+        )
         assert ((lse[row].double() - expected.lse).abs() <= expected.lse_bound).all()
     split = sum(len(row) for row in cuts if len(row) > 1)
     assert not partials[:split].isnan().any()
-    assert partials[split:].isnan().all(), "the scratch beyond the plan's partials is never written"
+    assert_unwritten(partials[split:])  # the scratch beyond the plan's partials
 
 
 def test_bound_sees_one_lost_key():
@@ -62,7 +80,7 @@ def test_true_dimensions():
 
 def test_runs_are_bit_equal_and_independent_of_company():
     lengths = [40, 129, 64, 7, 300]
-    step, cuts = world(lengths), windows([40, 129, 64, 7, 300], 3)
+    step, cuts = world(lengths), windows(lengths, 3)
     plan = plan_buffers(cuts)
     out, _, lse = step.run(plan)
     again, _, lse_again = step.run({name: tensor.clone() for name, tensor in plan.items()})
@@ -82,6 +100,86 @@ def test_kv_indptr_is_not_read():
     out, _, _ = step.run(plan)
     step.lengths = [3, 1000, 0]
     assert torch.equal(step.run(plan)[0], out)
+
+
+OPERANDS = {"bf16": (False, False), "fp8 cache": (False, True), "fp8": (True, True)}
+"""Whether q and the cache are e4m3."""
+
+
+def any_plan(windows_of_rows, generator):
+    """A plan that no planner makes: each row's windows cut anywhere, its pieces in any order on any workgroup, partials
+    scattered over the scratch, split rows reduced in any order. Rows without a window have no work."""
+
+    def drawn(count):
+        return torch.randperm(count, generator=generator).tolist()
+
+    def pieces(start, end):
+        cuts = sorted({start, end, *(start + c for c in drawn(end - start)[: drawn(5)[0]])})
+        return list(itertools.pairwise(cuts))
+
+    rows = [pieces(*window) for window in windows_of_rows]
+    split = [row for row in drawn(len(rows)) if len(rows[row]) > 1]
+    total = sum(len(rows[row]) for row in split)
+    places, works, partial_map, indptr = drawn(total + 3), [], [], [0]
+    for row in split:
+        mine = [places.pop() for _ in rows[row]]
+        works += [[row, place, row, row + 1, *cut, 0, 0] for place, cut in zip(mine, rows[row], strict=True)]
+        partial_map += mine
+        indptr.append(len(partial_map))
+    works += [[row, -1, row, row + 1, *cut[0], 0, 0] for row, cut in enumerate(rows) if len(cut) == 1]
+    ends = sorted(drawn(len(works) + 1)[: drawn(7)[0]])
+    lists = {
+        "work_indptr": [0, *ends, len(works)],
+        "work_info_set": [works[n] for n in drawn(len(works))],
+        "reduce_indptr": indptr,
+        "reduce_final_map": [[row, row + 1] for row in split],
+        "reduce_partial_map": [*partial_map, 0, 0, 0],
+    }
+    plan = {name: torch.tensor(values, dtype=torch.int32) for name, values in lists.items()}
+    plan["reduce_final_map"] = plan["reduce_final_map"].view(-1, 2)
+    return plan | {"work_meta_data": torch.zeros(2, dtype=torch.uint64)}, rows
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("operands", OPERANDS)
+@pytest.mark.parametrize("heads", [16, 32, 64, 128])
+def test_any_plan(heads, operands, seed):
+    """Windows that overlap, that belong to other rows, or that are nobody's: each row attends what the plan says."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 120, (6,), generator=generator).tolist()
+    step = world(lengths, heads=heads, seed=seed)
+    exact, scales, unit = step, {}, U16
+    if OPERANDS[operands][1]:
+        scales = quantised(step)
+        exact = dequantised(step, scales)
+        if not OPERANDS[operands][0]:  # bf16 queries stay what they were
+            step.q, unit = (exact.q / scales["q_scale"].double()).bfloat16(), U16
+            exact.q = step.q.double()
+            del scales["q_scale"]
+        else:
+            unit = U8
+    fold = head_fold(step.q.dtype, step.kv.dtype, heads, 1)
+    rows, total = len(lengths) * fold, sum(lengths)
+    starts = torch.randint(0, total, (rows,), generator=generator)
+    windows_of_rows = [
+        (s, s + 1 + int(torch.randint(0, total - s, (1,), generator=generator))) for s in starts.tolist()
+    ]
+    plan, cuts = any_plan(windows_of_rows, generator)
+    out, _, lse = step.run(plan, **scales)
+    again, _, lse_again = step.run({name: tensor.clone() for name, tensor in plan.items()}, **scales)
+    assert torch.equal(out, again)
+    assert torch.equal(lse, lse_again)
+    out, q, lse = (part.view(rows, heads // fold, *part.shape[2:]) for part in (out, exact.q, lse))
+    for row, (start, end) in enumerate(windows_of_rows):
+        keys = exact.kv[step.indices[start:end].long(), 0, 0]
+        expected = attention(q[row], keys, step.latent, step.scale, len(cuts[row]), p_unit=unit)
+        assert ((out[row].double() - expected.output).abs() <= expected.bound).all(), f"row {row}"
+        assert ((lse[row].double() - expected.lse).abs() <= expected.lse_bound).all(), f"row {row}"
+
+
+def dequantised(step, scales):
+    """The values that an fp8 world stands for, in fp64."""
+    return replace(step, q=step.q.double() * scales["q_scale"], kv=step.kv.double() * scales["kv_scale"])
 
 
 # The stale-plan table: a plan for the lengths `old`, used with `new`. Row i attends its old window.
@@ -114,16 +212,18 @@ def test_stale_plan_of_a_smaller_batch_leaves_new_rows_unwritten():
     step = world([20, 30, 40])
     out, _, lse = step.run(plan_buffers(windows([20, 30])))
     assert (out[2] == 768).all()
-    assert lse[2].isnan().all()
+    assert_unwritten(lse[2])
     assert_attends(step, out, 1, step.indices[20:50])
 
 
+@admits(emulation=FAULTS)
 def test_stale_plan_of_a_larger_batch_leaves_the_allocation():
     step = world([20, 30])
     with pytest.raises(OutOfBoundsError, match=r"q: access to row 2 of 2"):
         step.run(plan_buffers(windows([20, 15, 15])))
 
 
+@admits(emulation=NEIGHBOURS)
 def test_stale_plan_of_a_larger_batch_overwrites_the_neighbours_of_a_workspace():
     """q and o as views of a workspace, as vLLM pads for a graph: the surplus rows are read from and written behind."""
     step = world([20, 30, 40])
@@ -134,12 +234,13 @@ def test_stale_plan_of_a_larger_batch_overwrites_the_neighbours_of_a_workspace()
     indptr = torch.tensor([0, 20, 50], dtype=torch.int32)
     mla_decode_fwd(
         whole[:2], step.kv, workspace[:2], torch.arange(3, dtype=torch.int32), indptr, step.indices,
-        torch.ones(2, dtype=torch.int32), 1, sm_scale=0.3, **plan,
+        torch.ones(2, dtype=torch.int32), 1, sm_scale=step.scale, **plan,
     )  # fmt: skip
     assert torch.equal(workspace[:3], expected)
     assert (workspace[3] == 768).all()
 
 
+@admits(emulation=FAULTS)
 def test_plan_with_more_works_than_it_has_rows():
     step = world([20])
     plan = plan_buffers(windows([20]))
@@ -184,9 +285,10 @@ def test_steps_of_the_emulated_planner(seed, cap):
             assert_attends(step, out, row, step.indices[slice(*own(step.lengths, row))], 64)
         else:
             assert (out[row] == 768).all()
-            assert lse[row].isnan().all()
+            assert_unwritten(lse[row])
 
 
+@admits(query_rows=2)
 @pytest.mark.parametrize("page", [1, 64])
 @pytest.mark.parametrize(("heads", "q"), [(16, 2), (16, 4), (32, 3), (128, 2), (128, 4), (64, 4)])
 def test_several_query_rows_of_the_emulated_planner(heads, q, page):
@@ -209,6 +311,7 @@ def test_several_query_rows_of_the_emulated_planner(heads, q, page):
         assert ((out[token].double() - expected.output).abs() <= expected.bound).all(), (request, row)
 
 
+@admits(emulation=NEIGHBOURS)
 def test_stale_plan_of_a_longer_batch_reads_the_old_entries_of_the_index_buffer():
     """vLLM passes a view of a larger buffer: beyond it lie old slots, and the kernel attends them without complaint."""
     step = world([20, 40], slots=60)
@@ -234,10 +337,11 @@ def test_empty_work_writes_nothing():
     step = world([20, 0, 5])
     out, _, lse = step.run(plan_buffers([[(0, 20)], [(20, 20)], [(20, 25)]]))
     assert (out[1] == 768).all()
-    assert lse[1].isnan().all()
+    assert_unwritten(lse[1])
     assert_attends(step, out, 2, step.indices[20:])
 
 
+@admits(emulation=FAULTS)
 @pytest.mark.parametrize("bad", [-1, 10**6])
 def test_slot_outside_the_cache_is_named(bad):
     step = world([20])
@@ -246,6 +350,7 @@ def test_slot_outside_the_cache_is_named(bad):
         step.run(plan_buffers(windows([20])))
 
 
+@admits(heads=1, latent=16)
 def test_invalid_entry_read_as_slot_0():
     """vllm#45324: a converter that writes 0 for an invalid entry makes the row attend physical slot 0."""
     step = world([4], heads=1, latent=16, rope=0)
@@ -279,6 +384,7 @@ def causal_plan(length, q, cut):
     }
 
 
+@admits(query_rows=2)
 @pytest.mark.parametrize(
     ("length", "last_piece"), [(n, p) for n in (5, 40, 100) for p in (None, 1, 2, 4, 9) if p is None or p < n]
 )
@@ -290,11 +396,14 @@ def test_causal_rows_of_one_request(q, last_piece, length):
     out = torch.full((q, 4, 16), 768.0, dtype=BF16)
     plan = causal_plan(length, q, length - last_piece if last_piece else None)
     ints = [torch.tensor(x, dtype=torch.int32) for x in ([0, q], [0, length])]
-    mla_decode_fwd(step.q, step.kv, out, *ints, step.indices, torch.ones(1, dtype=torch.int32), q, sm_scale=0.3, **plan)
+    mla_decode_fwd(
+        step.q, step.kv, out, *ints, step.indices, torch.ones(1, dtype=torch.int32), q, sm_scale=step.scale, **plan
+    )
     for row in range(q):
         assert_attends(step, out, row, step.indices[: length - (q - 1 - row)], 2)
 
 
+@admits(query_rows=2)
 def test_split_kv_kernel_is_causal_too():
     step = world([100])
     step.q = torch.randn(3, 4, 24, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -302,7 +411,7 @@ def test_split_kv_kernel_is_causal_too():
     for splits in (1, 5):
         out = torch.full((3, 4, 16), 768.0, dtype=BF16)
         mla_decode_fwd(
-            step.q, step.kv, out, *ints, step.indices, torch.ones(1, dtype=torch.int32), 3, sm_scale=0.3,
+            step.q, step.kv, out, *ints, step.indices, torch.ones(1, dtype=torch.int32), 3, sm_scale=step.scale,
             num_kv_splits=splits,
         )  # fmt: skip
         for row in range(3):
@@ -312,6 +421,7 @@ def test_split_kv_kernel_is_causal_too():
 # ---- pages of 64, fp8, folding ---------------------------------------------------------------------------------------
 
 
+@admits(page=64, heads=4)
 @pytest.mark.parametrize("page", [4, 64])
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
 def test_pages(page, length):
@@ -352,13 +462,14 @@ def test_fp8_with_scales_that_are_no_powers_of_two(pieces):
     step = world([10, 300])
     scales = quantised(step)
     out, _, _ = step.run(plan_buffers(windows([10, 300], pieces)), **scales)
-    step.q, step.kv = step.q.double() * 0.37, step.kv.double() * 0.21
+    exact = dequantised(step, scales)
     for row in range(2):
         slots = step.indices[slice(*own([10, 300], row))].long()
-        expected = attention(step.q[row], step.kv[slots, 0, 0], 16, 0.3, pieces, p_unit=U8)
+        expected = attention(exact.q[row], exact.kv[slots, 0, 0], step.latent, step.scale, pieces, p_unit=U8)
         assert ((out[row].double() - expected.output).abs() <= expected.bound).all()
 
 
+@admits(heads=1, latent=16)
 def test_probabilities_are_rounded_before_they_meet_v():
     """Logits 0 and -1.25: p = 1 and 0.28650, which is 0.28125 in e4m3 and 0.28711 in bf16; the sum stays unrounded."""
     step = world([2], heads=1, latent=16, rope=0)
@@ -373,6 +484,7 @@ def test_probabilities_are_rounded_before_they_meet_v():
     assert float(fp8[0, 0, 0]) == float(torch.tensor(0.28125 / total).bfloat16())
 
 
+@admits(heads=1, latent=16)
 def test_fp8_bytes_are_read_in_the_flavour_of_the_device():
     """vllm#45720: the same bytes mean half as much in FNUZ, whatever the tensor's dtype says."""
     step = world([16], heads=1, latent=16, rope=0)
@@ -385,6 +497,7 @@ def test_fp8_bytes_are_read_in_the_flavour_of_the_device():
     assert (on_mi300x == 0.5).all()
 
 
+@admits(heads=32, latent=16, rope=8)
 def test_folded_heads_are_pseudo_rows():
     """bf16 Q with fp8 KV and 32 heads runs as two pseudo rows of 16 heads each, which the plan must name."""
     step = world([40, 70], heads=32)
@@ -401,6 +514,34 @@ def test_folded_heads_are_pseudo_rows():
     assert not lse.isnan().any()
 
 
+def test_no_rows():
+    """A plan without works, and none of AITER's other kernels."""
+    step = world([])
+    out, partials, lse = step.run(plan_buffers([]))
+    assert out.shape[0] == lse.shape[0] == 0
+    assert partials.shape[1:] == (1, *out.shape[1:])
+
+
+@admits(emulation=REFUSALS)
+def test_no_rows_without_a_plan():
+    with pytest.raises(ValueError, match="qo_indptr: no rows, and the split-KV kernel has no split count for none"):
+        world([]).run({})
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_rows_without_keys(planned):
+    """All rows empty: the planned kernel writes none of them, the split-KV kernel divides 0 by 0 in each."""
+    step = world([0, 0, 0], heads=16)
+    out, _, lse = step.run(emulated_plan([0, 0, 0], 16)[0] if planned else {})
+    if planned:
+        assert (out == 768).all()
+        assert_unwritten(lse)
+    else:
+        assert out.isnan().all()
+        assert (lse == -math.inf).all()
+
+
+@admits(emulation=RULE)
 @pytest.mark.parametrize(
     ("q", "kv", "heads", "fold"),
     [
@@ -416,6 +557,7 @@ def test_head_fold(q, kv, heads, fold):
     assert head_fold(q, kv, heads, 1) == fold
 
 
+@admits(emulation=RULE)
 def test_head_fold_of_gfx942():
     with emulated_device(MI300X):
         assert head_fold(BF16, BF16, 128, 1) == 8
@@ -426,6 +568,7 @@ def test_head_fold_of_gfx942():
 # ---- the split-KV kernel and its silent gate -------------------------------------------------------------------------
 
 
+@admits(emulation=RULE)
 def test_gate(monkeypatch):
     shape = (BF16, BF16, 16, 1)
     assert uses_persistent_kernel(*shape, 31, None)
@@ -462,14 +605,17 @@ def test_split_kv_kernel(splits):
     for row in (0, 2, 3):
         slots = step.indices[slice(*own(lengths, row))]
         assert_attends(step, out, row, slots, splits or 16)
-        expected = attention(step.q[row].float(), step.kv[slots.long(), 0, 0].float(), 16, 0.3, splits or 16)
+        expected = attention(
+            step.q[row].float(), step.kv[slots.long(), 0, 0].float(), step.latent, step.scale, splits or 16
+        )
         assert ((lse[row].double() - expected.lse).abs() <= expected.lse_bound).all()
     assert out[1].isnan().all(), "a row without KV divides 0 by 0"
     assert (lse[1] == -math.inf).all()
     if splits:
-        assert partials.shape == (4, splits, 16, 16)
+        assert partials.shape == (4, splits, 16, step.latent)
 
 
+@admits(heads=8)
 def test_what_the_split_kv_kernel_returns_of_a_single_split():
     """With 8 heads (not with 16) one split is the result itself, and its LSE comes even unasked, in another shape."""
     step = world([20, 300], heads=8)
@@ -483,6 +629,7 @@ def test_what_the_split_kv_kernel_returns_of_a_single_split():
     assert partials.shape == (2, 1, 16, 16)
 
 
+@admits(emulation=UNWRITTEN)
 @pytest.mark.parametrize(("heads", "parts"), [(16, 2), (8, 2), (4, 7), (64, 4)])
 def test_short_rows_use_fewer_splits(heads, parts):
     """100 keys in 16 splits: parts of at least 64 (8 or 16 heads), 32 (64 heads) or 16; the rest is unwritten."""
@@ -490,6 +637,7 @@ def test_short_rows_use_fewer_splits(heads, parts):
     assert (~partials[0].isnan().flatten(1).any(1)).tolist() == [part < parts for part in range(16)]
 
 
+@admits(emulation=RULE)
 def test_split_counts():
     """Worked by hand: 64 rows on 256 units fill them with 4 splits; 256 rows want no split, at any length."""
     assert get_meta_param(None, 64, 64 * 2048, 16, 1, BF16)[0] == 4
@@ -505,6 +653,7 @@ def test_split_counts():
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
+@admits(emulation=REFUSALS)
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -520,6 +669,7 @@ def test_refusals_name_the_argument(change, error, message):
         step.run(plan_buffers(windows([20])) | change)
 
 
+@admits(emulation=REFUSALS)
 def test_fp8_query_needs_its_scales():
     step = world([20])
     quantised(step)

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from kernel_worlds import U16, U32
+from kernel_worlds import REFUSALS, U16, U32, admits
+from under_test import mla_reduce_v1
 
 from dsv32_fast.kernels.emulated.memory import OutOfBoundsError
-from dsv32_fast.kernels.emulated.reduce import mla_reduce_v1
 
 INF, NAN = math.inf, math.nan
 
@@ -27,6 +27,7 @@ def reduce(outputs, lses, counts, final_map=None, partial_map=None):
     return final, lse
 
 
+@admits(heads=1, latent=1)
 @pytest.mark.parametrize("counts", [[2], [3, 0, 2], [4, 1, 64], [5, 3]])
 def test_merge_is_the_weighted_mean(counts):
     """fp32 merge: weights within exp(2 u (|lse| + |L| + 2)) - 1, sum of n terms n u; then one rounding to bf16."""
@@ -49,6 +50,7 @@ def test_merge_is_the_weighted_mean(counts):
         assert ((lse[tile].double() - logs.logsumexp(0)).abs() <= unit + U32 * logs.logsumexp(0).abs()).all()
 
 
+@admits(heads=1, latent=1)
 def test_tiles_of_several_rows_follow_their_maps():
     outputs = torch.arange(8.0).view(8, 1, 1)
     final, _ = reduce(outputs, torch.zeros(8, 1), [0, 2], [[-9, -9], [1, 4]], [5, 1])
@@ -60,12 +62,14 @@ def case(lses, outputs):
     return final.item(), lse.item()
 
 
+@admits(heads=1, latent=1)
 def test_empty_partials_of_weight_zero():
     assert case([0.0, -INF], [1.0, 5.0]) == (1.0, 0.0)
     assert case([-INF, 0.0], [5.0, 1.0]) == (1.0, 0.0)
     assert case([0.0, -INF, -INF, -INF], [1.0, 5.0, 5.0, 5.0]) == (1.0, 0.0)
 
 
+@admits(heads=1, latent=1)
 @pytest.mark.parametrize("count", [2, 4])
 def test_nan_partial_poisons_its_row(count):
     """aiter#4420 (not merged): a NaN output of weight 0 should be ignored; the kernel multiplies it instead."""
@@ -74,6 +78,7 @@ def test_nan_partial_poisons_its_row(count):
     assert lse == 0.0
 
 
+@admits(heads=1, latent=1)
 def test_nan_lse_poisons_its_row():
     for count in (2, 4):
         output, lse = case([0.0] * (count - 1) + [NAN], [1.0] * count)
@@ -81,6 +86,7 @@ def test_nan_lse_poisons_its_row():
         assert lse == INF
 
 
+@admits(heads=1, latent=1)
 def test_all_empty_row():
     """aiter#4420: 0 and -inf would be right; the online path gives NaN, the two-pass path 0, and both +inf as LSE."""
     online, two_pass = case([-INF, -INF], [1.0, 1.0]), case([-INF] * 4, [1.0] * 4)
@@ -89,6 +95,7 @@ def test_all_empty_row():
     assert two_pass == (0.0, INF)
 
 
+@admits(emulation=REFUSALS)
 def test_refusals():
     good = torch.zeros(2, 1, 1), torch.zeros(2, 1)
     with pytest.raises(OutOfBoundsError, match="partial_output"):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_worlds import U8, U16, U32
+from kernel_worlds import FAULTS, REFUSALS, U8, U16, U32, admits
+from under_test import fused_moe
 
 from dsv32_fast.kernels.emulated.memory import OutOfBoundsError
-from dsv32_fast.kernels.emulated.moe import fused_moe
 from dsv32_fast.kernels.emulated.quant import ActivationType, QuantType
 
+FP32 = "fp32 activations or outputs, which real kernels do not take"
 FP8 = torch.float8_e4m3fn
 T, E, K, D, I = 6, 5, 3, 256, 128  # noqa: E741
 
@@ -100,11 +101,13 @@ def one_expert(up, dtype=torch.float32):
     return x.bfloat16(), w1.to(dtype), w2.to(dtype), torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32)
 
 
+@admits(emulation=FP32)
 def test_intermediate_is_rounded_to_the_activation_dtype():
     """16 * 1.003 = 16.048 is 16 in bf16, though output and weights are fp32 here."""
     assert fused_moe(*one_expert([1.003, 0.0]), dtype=torch.float32)[0, 0].item() == 16.0
 
 
+@admits(emulation=FP32)
 def test_intermediate_is_quantised():
     """h = (16, 1.125) has scale 1/28, in which 1.125 is 31.5; e4m3 makes that 32, so 8/7."""
     ones = torch.ones(1, 2)
@@ -114,6 +117,7 @@ def test_intermediate_is_quantised():
     assert abs(out[0, 0].item() - 16) < 1e-5
 
 
+@admits(emulation=FP32)
 def test_experts_of_other_ranks_contribute_nothing():
     """One rank per expert: the ranks' outputs add up to the whole, within the E + K roundings of the two sums."""
     layer = Layer()
@@ -127,6 +131,7 @@ def test_experts_of_other_ranks_contribute_nothing():
     assert ((total - whole.double()).abs() <= (E + K) * U32 * size).all()
 
 
+@admits(emulation=FAULTS)
 def test_padding_rows_and_output_dtype():
     layer = Layer()
     whole = layer.run()
@@ -138,6 +143,7 @@ def test_padding_rows_and_output_dtype():
         layer.run()
 
 
+@admits(emulation=REFUSALS)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

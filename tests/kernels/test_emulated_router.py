@@ -6,17 +6,12 @@ import math
 
 import pytest
 import torch
-from kernel_worlds import U32
+from kernel_worlds import NEIGHBOURS, REFUSALS, RULE, U32, admits
+from under_test import biased_grouped_topk, biased_grouped_topk_hip, moe_fused_gate
 
 from dsv32_fast.kernels.emulated.device import MI300X, emulated_device
 from dsv32_fast.kernels.emulated.memory import OutOfBoundsError
-from dsv32_fast.kernels.emulated.router import (
-    biased_grouped_topk,
-    biased_grouped_topk_hip,
-    fused_gate_threshold,
-    moe_fused_gate,
-    require_equal_dtypes,
-)
+from dsv32_fast.kernels.emulated.router import fused_gate_threshold, require_equal_dtypes
 
 NAN, INF = math.nan, math.inf
 
@@ -57,7 +52,13 @@ SHAPES = [(256, 8, 4, 8), (64, 4, 2, 6), (64, 8, 2, 8), (384, 1, 1, 8), (32, 2, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("kernel", "shape"), [(k, s) for k in ("wrapper", "fused") for s in SHAPES if k == "wrapper" or s[0] // s[1] <= 32]
+    ("kernel", "shape"),
+    [
+        pytest.param(k, s, marks=admits(router=s))
+        for k in ("wrapper", "fused")
+        for s in SHAPES
+        if k == "wrapper" or s[0] // s[1] <= 32
+    ],
 )
 def test_sets_and_weights(kernel, shape, dtype):
     """A biased score is off by at most 6 u (exponent, exp, 1 +, reciprocal) + u |c|, a group sum by twice that, so a
@@ -104,6 +105,7 @@ def test_ties_of_the_optimised_kernel():
     assert ids[0].tolist() == [160, 192, 224, 161, 162, 163, 164, 165]
 
 
+@admits(router=(64, 8, 8, 8))
 def test_ties_of_the_generic_kernel():
     """In a lane of 4 experts the lowest id, across 16 lanes 15 first, and the highest row of 16 lanes before all."""
     _, ids = route(torch.zeros(64), torch.zeros(64), 1, 1, 8)
@@ -122,6 +124,7 @@ def test_ties_of_the_fused_gate():
     assert ids[0].tolist() == list(range(128, 136))
 
 
+@admits(router=(64, 8, 8, 8))
 def test_bf16_bias_hides_the_better_expert():
     """sglang#37133: biases 6.990 and 7.010 are both 7.0 in bf16; the scores 0.500 and 0.490 then decide."""
     logits = torch.full((64,), -20.0)
@@ -132,6 +135,7 @@ def test_bf16_bias_hides_the_better_expert():
     assert route(logits.bfloat16(), bias.bfloat16(), 8, 8, 1)[1].item() == 0
 
 
+@admits(router=(64, 8, 8, 8))
 def test_bf16_logits_tie():
     """sglang#34857: logits 1 + 2^-9 and 1 are equal in bf16, so the bias of 1e-4 decides."""
     logits, bias = torch.full((64,), -20.0), torch.zeros(64)
@@ -140,6 +144,7 @@ def test_bf16_logits_tie():
     assert route(logits.bfloat16(), bias.bfloat16(), 8, 8, 1)[1].item() == 1
 
 
+@admits(router=(64, 8, 8, 8))
 @pytest.mark.parametrize("kernel", [route, fused])
 def test_weights_are_unbiased_scores(kernel):
     """vllm#12002: scores .6, .5 with biases 0, 1 weigh .6/1.1 and .5/1.1."""
@@ -150,6 +155,7 @@ def test_weights_are_unbiased_scores(kernel):
     torch.testing.assert_close(weights[0], torch.tensor([0.5 / 1.1, 0.6 / 1.1]), rtol=8 * U32, atol=0)
 
 
+@admits(router=(4, 2, 1, 1))
 @pytest.mark.parametrize("kernel", [route, fused])
 def test_masked_groups_lose_against_negative_scores(kernel):
     """vllm#13474: with all biased scores negative a mask of 0 would elect a dropped group."""
@@ -165,10 +171,15 @@ def test_large_bias_cancels_the_weights_of_the_optimised_kernel():
     """flashinfer#3875: recovered as c - bias, scores of 1e-8 under a bias of 12 are 0, and 0/0 is NaN."""
     weights, _ = route(torch.full((256,), -18.0), torch.full((256,), 12.0))
     assert weights.isnan().all()
+
+
+@admits(router=(64, 8, 4, 8))
+def test_large_bias_does_not_cancel_the_weights_of_the_generic_kernel():
     weights, _ = route(torch.full((64,), -18.0), torch.full((64,), 12.0), 8, 4, 8)
     assert (weights == 0.125).all(), "the generic kernel stores the score instead"
 
 
+@admits(router=(64, 8, 8, 8))
 def test_group_sums_in_fp32():
     """FlagGems#4245: group sums that bf16 would round together differ in fp32."""
     bias = torch.zeros(64)
@@ -181,18 +192,34 @@ def test_group_sums_in_fp32():
 
 
 def test_nan_row():
-    """vllm#39391 asks for distinct ids: the optimised kernel gives 0..7, the generic one its slots; weights are NaN."""
+    """vllm#39391 asks for distinct ids: the optimised kernel gives 0..7, and NaN weights; other rows do not notice."""
     weights, ids = route(torch.full((256,), NAN), torch.ones(256))
     assert ids[0].tolist() == list(range(8))
     assert weights.isnan().all()
+    logits = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
+    alone = route(logits, torch.ones(256))
+    logits[1] = NAN
+    weights, ids = route(logits, torch.ones(256))
+    assert ids[1].tolist() == list(range(8))
+    assert torch.equal(ids[[0, 2]], alone[1][[0, 2]])
+    assert torch.equal(weights[[0, 2]], alone[0][[0, 2]])
+
+
+@admits(router=(64, 8, 4, 4))
+def test_nan_row_of_the_generic_kernel():
+    """The ids are the slots."""
     weights, ids = route(torch.full((64,), NAN), torch.ones(64), 8, 4, 4)
     assert ids[0].tolist() == [0, 1, 2, 3]
     assert weights.isnan().all()
-    weights, ids = fused(torch.full((256,), NAN), torch.zeros(256))
+
+
+def test_nan_row_of_the_fused_gate():
+    """A NaN logit counts as sigmoid 0, so that all tie."""
+    _, ids = fused(torch.full((256,), NAN), torch.zeros(256))
     assert ids[0].tolist() == list(range(128, 136))
 
 
-@pytest.mark.parametrize("shape", [(256, 8, 4, 8), (64, 8, 4, 8)])
+@pytest.mark.parametrize("shape", [pytest.param(s, marks=admits(router=s)) for s in ((256, 8, 4, 8), (64, 8, 4, 8))])
 def test_single_nan_is_never_chosen(shape):
     experts, groups, kept, chosen = shape
     logits = torch.linspace(-1, 1, experts)
@@ -206,12 +233,28 @@ def test_single_nan_is_never_chosen(shape):
 
 
 def test_scaling_factor_without_renormalisation():
-    """The optimised kernel ignores the factor there, the generic one applies it."""
-    logits = torch.zeros(256)
-    assert (route(logits, torch.zeros(256), renorm=False, factor=2.5)[0] == 0.5).all()
-    assert (route(logits[:64], torch.zeros(64), renorm=False, factor=2.5)[0] == 1.25).all()
+    """The optimised kernel ignores the factor there."""
+    assert (route(torch.zeros(256), torch.zeros(256), renorm=False, factor=2.5)[0] == 0.5).all()
 
 
+@admits(router=(64, 8, 4, 8))
+def test_scaling_factor_without_renormalisation_in_the_generic_kernel():
+    assert (route(torch.zeros(64), torch.zeros(64), renorm=False, factor=2.5)[0] == 1.25).all()
+
+
+@pytest.mark.nightly
+def test_switch_at_54272_tokens():
+    """On an MI355X the 54 273rd token costs every weight the scaling factor, with the same experts."""
+    logits = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).repeat(849, 1)[: 54272 + 1]
+    below, above = (route(part, torch.zeros(256), factor=2.5) for part in (logits[:54272], logits))
+    assert ((below[0].sum(1) - 2.5).abs() <= 16 * 2.5 * U32).all()
+    assert ((above[0].sum(1) - 1.0).abs() <= 16 * U32).all()
+    for ids in (below[1], above[1]):
+        assert torch.equal(ids[: 848 * 64].view(848, -1), ids[:64].view(1, -1).expand(848, -1)), "row by row the same"
+    assert torch.equal(below[1][:64].sort(1).values, above[1][:64].sort(1).values)
+
+
+@admits(emulation=RULE)
 def test_switch_to_the_fused_gate(monkeypatch):
     """Above 212 tokens per unit the weights lose the scaling factor: 2.5 times smaller."""
     assert fused_gate_threshold() == 54272
@@ -227,6 +270,7 @@ def test_switch_to_the_fused_gate(monkeypatch):
         route(logits, torch.zeros(256), renorm=False)
 
 
+@admits(emulation=NEIGHBOURS)
 def test_bias_of_another_dtype_is_reread_as_bytes():
     bias = torch.zeros(256)
     bias[4] = 7.015625  # 0x40E08000: the words 0x8000 = -0.0 and 0x40E0 = 7.0 become the biases of experts 8 and 9
@@ -240,6 +284,7 @@ def test_bias_of_another_dtype_is_reread_as_bytes():
         route(torch.zeros(256), torch.zeros(256).bfloat16())
 
 
+@admits(emulation=NEIGHBOURS)
 def test_row_strides():
     """The HIP kernels honour the row stride of the logits; moe_fused_gate reads rows as contiguous."""
     wide = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
@@ -250,6 +295,7 @@ def test_row_strides():
     assert torch.equal(fused(view, torch.zeros(256))[1], fused(packed, torch.zeros(256))[1])
 
 
+@admits(emulation=REFUSALS)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -264,6 +310,7 @@ def test_refusals(arguments, message):
         route(torch.zeros(256), torch.zeros(256), **arguments)
 
 
+@admits(emulation=REFUSALS)
 def test_outputs_share_their_stride():
     weights, ids = torch.zeros(2, 9)[:, :8], torch.zeros(2, 8, dtype=torch.int32)
     with pytest.raises(ValueError, match="row strides"):

@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
+from kernel_worlds import FLAVOUR, NEIGHBOURS, REFUSALS, admits
+from under_test import top_k_per_row_decode, top_k_per_row_prefill
 
 from dsv32_fast.kernels.emulated.memory import OutOfBoundsError
-from dsv32_fast.kernels.emulated.topk import arrival_order, top_k_per_row_decode, top_k_per_row_prefill
+from dsv32_fast.kernels.emulated.topk import arrival_order
 
 NAN, INF = math.nan, math.inf
 
@@ -26,7 +28,7 @@ def literal(row, k):
     return sorted(sorted(range(len(row)), key=lambda j: (-row[j], j))[:k])
 
 
-@pytest.mark.parametrize("k", [1, 4, 128])
+@pytest.mark.parametrize("k", [pytest.param(k, marks=admits(topk=k)) for k in (1, 4, 128)])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_set_equals_a_literal_sort(seed, k):
     logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(seed))
@@ -44,17 +46,20 @@ def test_edges_of_2048(length):
     assert chosen.count(-1) == max(0, 2048 - length)
 
 
+@admits(topk=4)
 def test_short_rows_are_padded_in_order():
     """Automodel#3035: a row of fewer than k columns gives all of them, then -1; an empty row only -1."""
     assert decode(torch.randn(3, 4), [3, 0, 4], 4) == [[0, 1, 2, -1], [-1] * 4, [0, 1, 2, 3]]
     assert decode(torch.randn(4, 4), [3, 0], 4, next_n=2) == [[0, 1, -1, -1], [0, 1, 2, -1], [-1] * 4, [-1] * 4]
 
 
+@admits(topk=2)
 def test_rows_of_one_request_see_one_column_more_each():
     logits = torch.arange(8.0).expand(3, 8).contiguous()
     assert [sorted(row) for row in decode(logits, [8], 2, next_n=3)] == [[4, 5], [5, 6], [6, 7]]
 
 
+@admits(topk=8)
 def test_many_ties():
     """sglang#30512: 1 winner and 20 zeros, k = 8: eight distinct columns with the winner among them."""
     logits = torch.zeros(1, 21)
@@ -65,6 +70,7 @@ def test_many_ties():
     assert 13 in chosen
 
 
+@admits(topk=16)
 def test_padding_columns_never_outrank_data():
     """sglang#38829: row of 51 columns, 3 finite and 48 of -inf, k = 16: never an index of 51 or more."""
     logits = torch.full((1, 64), 1000.0)
@@ -76,6 +82,7 @@ def test_padding_columns_never_outrank_data():
     assert len(set(chosen)) == 16
 
 
+@admits(emulation=FLAVOUR)
 def test_race_and_stable_order():
     """aiter#4415: 10 equal scores, k = 4: the set depends on the arrival, unless stable."""
     logits = torch.zeros(1, 10)
@@ -85,6 +92,7 @@ def test_race_and_stable_order():
     assert decode(logits, [10], 4, seed=7) == decode(logits, [10], 4, seed=7)
 
 
+@admits(emulation=FLAVOUR)
 def test_order_is_unspecified_but_the_set_is_not():
     logits = torch.randn(1, 100, generator=torch.Generator().manual_seed(0))
     rows = [decode(logits, [100], 8, seed=seed)[0] for seed in range(5)]
@@ -94,6 +102,7 @@ def test_order_is_unspecified_but_the_set_is_not():
     assert decode(logits, [100], 8, stable=True)[0] == sorted(rows[0])
 
 
+@admits(topk=8)
 def test_odd_values_are_ordered_by_their_bits():
     ascending = [-NAN, -INF, -1.0, -0.0, 0.0, 1e-45, 1.0, INF, NAN]
     logits = torch.tensor([ascending])
@@ -102,6 +111,7 @@ def test_odd_values_are_ordered_by_their_bits():
         assert sorted(decode(logits, [9], k)[0]) == list(range(9 - k, 9))
 
 
+@admits(emulation=NEIGHBOURS)
 def test_strided_rows():
     """vllm#46856: a 5x3 view of 5x8 storage starts row r at 8 r; the stride passed decides."""
     storage = torch.arange(40.0).view(5, 8)
@@ -122,12 +132,14 @@ def prefill(logits, starts, ends, k, stable=True, values=None):
     return indices.tolist()
 
 
+@admits(topk=2)
 def test_prefill_indices_are_columns():
     """vllm#56749: a row that starts at 5 returns columns here; a caller that wants them from its start subtracts 5."""
     logits = torch.tensor([[9.0, 9, 9, 9, 9, 1, 3, 2, 9, 9]] * 3)
     assert prefill(logits, [5, 5, 0], [8, 6, 0], 2) == [[6, 7], [5, -1], [-1, -1]]
 
 
+@admits(topk=2)
 def test_prefill_values():
     values = torch.full((2, 2), -7.0)
     assert prefill(torch.tensor([[1.0, 5.0, 3.0], [4.0, 0.0, 0.0]]), [0, 0], [3, 1], 2, values=values) == [
@@ -137,6 +149,7 @@ def test_prefill_values():
     assert values.tolist() == [[5.0, 3.0], [4.0, 0.0]]
 
 
+@admits(emulation=REFUSALS)
 def test_refusals():
     logits = torch.zeros(2, 8)
     lengths = torch.tensor([8, 8], dtype=torch.int32)

@@ -147,10 +147,10 @@ def test_logits_of_a_million_columns(tmp_path: Path) -> None:
 
 
 def test_a_gather_list_up_to_the_last_int32_entry(tmp_path: Path) -> None:
-    """Entries just below 2^31, which name slots just below 2^31."""
+    """Entries just below 2^31, which name slots just below 2^31; the list ends where a row pointer can still say so."""
     page = INT32_MAX // PAGE
     indptr = torch.tensor([INT32_MAX - 192, INT32_MAX - 64, INT32_MAX], dtype=torch.int32)
-    indices = far_array(tmp_path, "indices", (INT32_MAX,), torch.int32)
+    indices = far_array(tmp_path, "indices", (INT32_MAX + 1,), torch.int32)
     metadata = SparseMlaMetadata(
         num_tokens=2,
         max_query_len=1,
@@ -165,7 +165,8 @@ def test_a_gather_list_up_to_the_last_int32_entry(tmp_path: Path) -> None:
     table = torch.tensor([[page - 1, page], [page, page - 1]], dtype=torch.int32)
     attention.fill_gather_list(topk_TK, metadata, table, PAGE)
     first, last = (page - 1) * PAGE, page * PAGE
-    assert indices[-192:-64].tolist() == list(range(first, first + 128))
-    assert indices[-64:].tolist() == list(range(last, last + 64))
-    assert not indices[-4096:-192].any()
+    assert indices[-193:-65].tolist() == list(range(first, first + 128))
+    assert indices[-65:-1].tolist() == list(range(last, last + 64))
+    assert not indices[-4096:-193].any()
+    assert int(indices[-1]) == 0
     (tmp_path / "indices").unlink()

@@ -179,7 +179,7 @@ def _run_plan(
     operands: Operands, pieces: Pieces, plan: _Plan, o: Tensor, fold: int, max_seqlen_q: int, return_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     rows, heads, device = o.shape[0] * fold, o.shape[1] // fold, o.device
-    operands = replace(operands, q=operands.q.view(rows, heads, -1))
+    operands = replace(operands, q=operands.q.view(rows, heads, operands.q.shape[-1]))
     o_RHC = o.view(rows, heads, operands.latent)
     lse_RH = poison((rows, heads), device) if return_lse else None
     partial_rows = plan.reduce_partial_map.shape[0] * max_seqlen_q

@@ -126,6 +126,8 @@ def _logits(q_THD: Tensor, keys_UD: Tensor, scales_U: Tensor, weights_TH: Tensor
     device = current_device().fp8
     tokens, heads, _ = q_THD.shape
     k_DU = keys_UD.contiguous().view(device).float().T
+    if k_DU.shape[1] == 0:
+        return torch.empty(tokens, 0, device=q_THD.device)
     out_TU = poison((tokens, k_DU.shape[1]), q_THD.device)
     step = max(1, _PRODUCTS_AT_ONCE // max(1, heads * k_DU.shape[1]))
     for first in range(0, tokens, step):

@@ -33,7 +33,12 @@ def get_meta_param(
     The number, unless given, follows from the average KV length total_kv / bs only: the best trade of occupancy against
     a fixed overhead per split, the smaller number on ties. With an fp8 query, given numbers too are capped by the
     blocks; a product of heads and query length that AITER has no block size for is not capped here.
+
+    Raises:
+        ValueError: no rows, over which AITER would take the average.
     """
+    if bs == 0:
+        raise ValueError("qo_indptr: no rows, and the split-KV kernel has no split count for none; skip the call")
     average = total_kv / bs
     if num_kv_splits is None:
         units = current_device().compute_units
