@@ -124,10 +124,10 @@ class RouterChoice(InputCheck[RouterRows]):
         ids_TK, weights_TK = self._choose(logits_TE, bias_E, config, target)
         found.require("calls", same_bits(given_TE, logits_TE), "the router changed its logits in place")
         if well_formed(found, ids_TK, weights_TK, config):
-            self._invariants(found, (logits_TE, bias_E), (ids_TK, weights_TK), config, target)
             # The kernel takes the bias in the type of the logits.
             read_E = bias_E.to(logits_TE.dtype).float().cpu()
             self._values(found, drawn, (logits_TE.float().cpu(), read_E), (ids_TK.cpu(), weights_TK.cpu()), config)
+            self._invariants(found, (logits_TE, bias_E), (ids_TK, weights_TK), config, target)
         untested = "" if found.counts["rows"] else "every row holds NaN"
         return self.verdict(found.violation, found.measured(), untested=untested)
 
