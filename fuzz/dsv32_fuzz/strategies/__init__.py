@@ -1,0 +1,43 @@
+"""Hypothesis strategies: `steps` for sequences of step batches, `router` for gate logits, `scores` for index scores."""
+
+from dsv32_fuzz.strategies.steps import (
+    MAX_MODEL_LEN,
+    MAX_STEPS,
+    SCOPES,
+    SPLIT_CAP_EDGES,
+    WORLDS,
+    Steps,
+    World,
+    booleans,
+    chunked_prefill_steps,
+    context_lens,
+    decode_steps,
+    dims_for,
+    graph_padding,
+    integers,
+    mixed_steps,
+    mtp_decode_steps,
+    sampled_from,
+    worlds,
+)
+
+__all__ = [
+    "MAX_MODEL_LEN",
+    "MAX_STEPS",
+    "SCOPES",
+    "SPLIT_CAP_EDGES",
+    "WORLDS",
+    "Steps",
+    "World",
+    "booleans",
+    "chunked_prefill_steps",
+    "context_lens",
+    "decode_steps",
+    "dims_for",
+    "graph_padding",
+    "integers",
+    "mixed_steps",
+    "mtp_decode_steps",
+    "sampled_from",
+    "worlds",
+]
