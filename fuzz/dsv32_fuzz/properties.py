@@ -18,8 +18,9 @@ from dsv32_fuzz.checks import TARGET_ERRORS, run_case, told
 from dsv32_fuzz.checks.catalogue import INPUT_CHECKS, INPUT_CHECKS_BY_NAME, STEP_CHECKS
 from dsv32_fuzz.checks.own_input import InputCheck
 from dsv32_fuzz.shrink import reduce_steps
-from dsv32_fuzz.strategies import SCOPES, Steps, World, dims_for, worlds
+from dsv32_fuzz.strategies import Steps, World, dims_for, worlds
 from dsv32_fuzz.targets import Target
+from dsv32_fuzz.traffic import TRAFFIC
 from dsv32_fuzz.verdict import Status, Verdict
 
 
@@ -58,7 +59,7 @@ class StepTraffic:
 
     def cases(self) -> st.SearchStrategy[AnyCase]:
         """Sequences at the true constants, over all worlds."""
-        return st.builds(self._case, SCOPES[self.scope](), worlds())
+        return st.builds(self._case, TRAFFIC[self.scope](), worlds())
 
     def _case(self, steps: Steps, world: World) -> Case:
         dims = dims_for(steps, world)
@@ -138,7 +139,7 @@ class OwnInput:
 def properties(target: Target) -> list[Property]:
     """Everything that a search can be made for: the traffic classes, then the checks with inputs of their own."""
     return [
-        *(StepTraffic(target, scope) for scope in SCOPES),
+        *(StepTraffic(target, scope) for scope in TRAFFIC),
         *(OwnInput(target, check) for check in INPUT_CHECKS),
     ]
 

@@ -87,40 +87,71 @@ class Check(ABC):
         )
 
 
-def run_case(case: Case, target: Target, checks: Iterable[type[Check]]) -> list[Verdict]:
-    """Build every step of `case` on the target and on its twin, and let `checks` watch; one verdict each."""
-    applicable = [check() for check in checks if target.caches or not check.needs_cache]
-    twin = target.open(case.dims, rebuild=True, poison=TWIN_POISON)
-    try:
-        session = target.open(case.dims, poison=TARGET_POISON)
-    except TARGET_ERRORS as error:
-        return [_crashed(check, 0, error) for check in checks]
-    for index, step in enumerate(case.steps):
+class Watch:
+    """One run under observation: feeds each step to the target and to its always-rebuild twin, and lets checks watch.
+
+    A case is such a run with all its steps known (`run_case`); a state machine feeds the steps as it goes.
+    """
+
+    def __init__(self, dims: Dims, target: Target, checks: Iterable[type[Check]]) -> None:
+        self._kinds = tuple(checks)
+        self._watching = [check() for check in self._kinds if target.caches or not check.needs_cache]
+        self._dims, self._steps, self._crash = dims, 0, ""
+        self._twin = target.open(dims, rebuild=True, poison=TWIN_POISON)
         try:
-            record = session.build(step)
+            self._session = target.open(dims, poison=TARGET_POISON)
         except TARGET_ERRORS as error:
-            return [_crashed(check, index, error) for check in checks]
+            self._crash = told(error)
+
+    def feed(self, step: StepBatch) -> None:
+        """Build one step on both sides and show it to every check; nothing more happens once the target has raised."""
+        if self._crash:
+            return
+        try:
+            record = self._session.build(step)
+        except TARGET_ERRORS as error:
+            self._crash = told(error)
+            return
         seen = Observation(
-            index=index,
+            index=self._steps,
             step=step,
-            dims=case.dims,
+            dims=self._dims,
             target=record,
-            twin=twin.build(step),
-            kv_lens_T=planner_lens(step, case.dims.topk),
+            twin=self._twin.build(step),
+            kv_lens_T=planner_lens(step, self._dims.topk),
         )
-        for check in applicable:
+        self._steps += 1
+        for check in self._watching:
             check.measured["steps"] += 1
             check.observe(seen)
-    for check in applicable:
-        check.finish()
-    verdicts = {check.name: check.verdict() for check in applicable}
-    return [verdicts.get(check.name) or _skipped(check) for check in checks]
+
+    def failed(self) -> Verdict | None:
+        """The first check that has failed by now, without the last look that the end of a run takes."""
+        if self._crash:
+            return self._crashed(self._kinds[0])
+        return next((check.verdict() for check in self._watching if check.first_violation), None)
+
+    def verdicts(self) -> list[Verdict]:
+        """One verdict for each check, at the end of the run."""
+        if self._crash:
+            return [self._crashed(check) for check in self._kinds]
+        for check in self._watching:
+            check.finish()
+        verdicts = {check.name: check.verdict() for check in self._watching}
+        return [verdicts.get(check.name) or _skipped(check) for check in self._kinds]
+
+    def _crashed(self, check: type[Check]) -> Verdict:
+        """An exception of the target is a failure of whatever was being checked."""
+        summary = f"step {self._steps}: {self._crash}"
+        return Verdict(check=check.name, status=Status.FAILED, summary=summary, step=self._steps)
 
 
-def _crashed(check: type[Check], index: int, error: BaseException) -> Verdict:
-    """An exception of the target is a failure of whatever was being checked."""
-    summary = f"step {index}: {told(error)}"
-    return Verdict(check=check.name, status=Status.FAILED, summary=summary, step=index)
+def run_case(case: Case, target: Target, checks: Iterable[type[Check]]) -> list[Verdict]:
+    """Build every step of `case` on the target and on its twin, and let `checks` watch; one verdict each."""
+    watch = Watch(case.dims, target, checks)
+    for step in case.steps:
+        watch.feed(step)
+    return watch.verdicts()
 
 
 def told(error: BaseException) -> str:
