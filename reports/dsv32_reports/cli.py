@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from dsv32_reports.commands import bench, bounds, doctor, golden, replay, signoff, tp
+from dsv32_reports.commands import bench, bounds, doctor, fuzz, golden, merge, replay, signoff, tp
 from dsv32_reports.interrupt import interrupts
 
 HELP = """Decide whether an optimised DeepSeek-V3.2 decode path on AMD MI355X may be deployed.
@@ -28,6 +28,8 @@ app.add_typer(bench_app, name="bench")
 
 app.command()(signoff.signoff)
 app.command()(replay.replay)
+app.command("fuzz")(fuzz.fuzz_command)
+app.command()(merge.merge)
 app.command()(golden.golden)
 app.command()(bounds.bounds)
 app.command()(doctor.doctor)

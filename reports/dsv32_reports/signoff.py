@@ -74,7 +74,7 @@ def collect(
     evidence = Evidence()
     listeners = list(listeners)
     with interrupts.noted(), (folder / "events.jsonl").open("wb") as journal:
-        for event in _until_interrupted(events, interrupts):
+        for event in until_interrupted(events, interrupts):
             journal.write(journal_line(event))
             journal.flush()
             _keep(evidence, event, folder)
@@ -83,7 +83,7 @@ def collect(
     return evidence
 
 
-def _until_interrupted(events: Generator[Event, None, None], interrupts: Interrupts) -> Iterator[Event]:
+def until_interrupted(events: Generator[Event, None, None], interrupts: Interrupts) -> Iterator[Event]:
     """The events; a noted interrupt is raised inside the stream, between two of them, once."""
     raised = False
     for event in events:
