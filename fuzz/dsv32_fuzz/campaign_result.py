@@ -264,7 +264,9 @@ class _Fold:
 
     def line(self, scope: str, check: str) -> CheckLine:
         tally = self.tallies.get((scope, check), _Tally())
-        status, executed, promised = tally.status, self.executed.get(scope, 0), self.spec.min_examples
+        # A round that was interrupted did not tell how many examples it had; its cases are known all the same.
+        executed, promised = max(self.executed.get(scope, 0), tally.cases), self.spec.min_examples
+        status = tally.status
         if status is Status.PASSED and executed < promised:
             status = Status.MISTRUSTED
             summary = f"{executed} of the {promised} examples that the profile promises were run in the time"

@@ -53,6 +53,8 @@ class _Round:
     failing: str = ""
     smallest: AnyCase | None = None
     executed: int = 0
+    in_time: bool = True
+    """Whether the round ended by itself."""
     _outcomes: dict[bytes, str] = field(default_factory=dict)
 
     def test(self, case: AnyCase) -> None:
@@ -62,6 +64,7 @@ class _Round:
         elif time.monotonic() < (self.latest if self.executed < self.at_least else self.deadline):
             self._try(case)
         else:
+            self.in_time = False
             raise _TimeUp
 
     def _try(self, case: AnyCase) -> None:
@@ -146,7 +149,7 @@ class Search:
     def slice(self, seconds: float, examples: int = 0, *, at_most: float = math.inf) -> Iterator[Event]:
         """Search for `seconds` and until `examples` are executed in all, but no longer than `at_most` seconds.
 
-        Yields counterexamples, and progress after each round.
+        Yields counterexamples, and progress after each round. Ends early where Hypothesis has nothing left to draw.
         """
         started = time.monotonic()
         end, latest = started + seconds, started + at_most
@@ -172,6 +175,9 @@ class Search:
             passed = (time.monotonic() - started) / seconds if seconds else 1.0
             done = min(passed, self.executed / examples if examples else 1.0, 1.0)
             yield Progress(phase=f"fuzz:{self.searched.scope}", done=done, text=f"{self.executed} cases")
+            drained = current.in_time and current.smallest is None and current.executed < EXAMPLES_PER_ROUND
+            if drained and self.executed >= examples:
+                return  # Hypothesis gave up drawing: there is nothing new, or too little that is not filtered out
 
     def _found(self, case: AnyCase) -> CounterexampleFound:
         found = counterexample(self.searched, case, self.shrink_seconds)

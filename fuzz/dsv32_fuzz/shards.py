@@ -223,7 +223,8 @@ class Shard:
     def _run_corpus(self, corpus: Sequence[CorpusCase]) -> None:
         """Run this shard's part of the corpus; on a resume, what is left of it."""
         done = {record.file for record in self.journal.past if isinstance(record, CorpusCaseRun)}
-        for entry in corpus[self.plan.shard :: self.plan.of]:
+        # Where shards go on being added, as on a cluster, those beyond the first `of` have no part left.
+        for entry in corpus[self.plan.shard :: self.plan.of] if self.plan.shard < self.plan.of else ():
             if entry.file in done or self.plan.left <= 0:
                 continue
             case = decode_case(bytes(entry.case))

@@ -6,9 +6,12 @@ A gate fails if any scope failed, and is MISTRUSTED if it was never reached: wha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from dsv32_fuzz.checks.catalogue import INPUT_CHECKS
+from dsv32_fuzz.checks.own_input import InputCheck
 from dsv32_fuzz.events import VerdictReached
-from dsv32_fuzz.verdict import Status, worst
+from dsv32_fuzz.verdict import Status, Verdict, worst
 from dsv32_reports.model import Gate, Outcome, ScopeLine, Traffic
 
 EVERYWHERE = ("workload", "decode", "mtp_decode", "chunked_prefill", "mixed")
@@ -75,9 +78,47 @@ SCOPE_TITLES = {
 }
 
 
-def make_gates(reached: Sequence[VerdictReached]) -> list[Gate]:
-    """Every gate of the policy; one without a verdict is MISTRUSTED."""
-    return [_gate(name, reached) for name in GATES]
+FAMILY_TITLES = {
+    "attention": "Attention",
+    "router": "Router",
+    "indexer": "Indexer",
+    "cache": "KV cache",
+    "graph": "Graphs",
+    "serving": "Serving",
+    "step": "Decode step",
+}
+"""Titles of the gates of the checks that draw their own input; a family that is not named here is its own title."""
+
+
+def make_gates(reached: Sequence[VerdictReached], checks: Sequence[type[InputCheck[Any]]] = INPUT_CHECKS) -> list[Gate]:
+    """Every gate of the policy, then one for each family of `checks`; one without a verdict is MISTRUSTED."""
+    families = dict.fromkeys(check.family for check in checks)
+    return [
+        *(_gate(name, reached) for name in GATES),
+        *(_family_gate(family, [c for c in checks if c.family == family], reached) for family in families),
+    ]
+
+
+def _family_gate(family: str, checks: Sequence[type[InputCheck[Any]]], reached: Sequence[VerdictReached]) -> Gate:
+    """A family passes if each of its checks has a verdict and none is bad; what does not apply is SKIPPED."""
+    phase = f"check:{family}"
+    by_check = {event.verdict.check: event.verdict for event in reached if event.phase == phase}
+    lines = [_check_line(check, by_check.get(check.name)) for check in checks]
+    names = ", ".join(check.name.replace("_", " ") for check in checks)
+    return Gate(
+        name=phase,
+        title=FAMILY_TITLES.get(family, family.replace("_", " ").capitalize()),
+        status=worst([line.status for line in lines]),
+        meaning=f"no drawn input falsifies: {names}",
+        lines=lines,
+    )
+
+
+def _check_line(check: type[InputCheck[Any]], verdict: Verdict | None) -> ScopeLine:
+    scope = check.name.replace("_", " ")
+    if verdict is None:
+        return ScopeLine(scope=scope, status=Status.MISTRUSTED, summary=f"{check.name} did not run", measured={})
+    return ScopeLine(scope=scope, status=verdict.status, summary=verdict.summary, measured=verdict.measured)
 
 
 def _gate(name: str, reached: Sequence[VerdictReached]) -> Gate:
