@@ -2,7 +2,8 @@
 
 The phases, in order: the recorded plans (is the emulated planner AITER's?), the proof by exhaustion (is the key exact
 in a small world?), independently seeded workload sequences (how often does a real schedule fail?), a search per traffic
-class (what is the smallest case that fails?), and the skip-rate table.
+class (what is the smallest case that fails?), a search per family of checks that draw their own input, and the
+skip-rate table.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import random
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from dsv32_fuzz.case import Case, Dims
 from dsv32_fuzz.checks import merge, run_case
-from dsv32_fuzz.checks.catalogue import STEP_CHECKS, STEP_CHECKS_BY_NAME
+from dsv32_fuzz.checks.catalogue import INPUT_CHECKS, STEP_CHECKS, STEP_CHECKS_BY_NAME
 from dsv32_fuzz.checks.exhaustive import WORLDS_ANY_Q, WORLDS_Q1, prove_key
+from dsv32_fuzz.checks.own_input import InputCheck
 from dsv32_fuzz.events import (
     Event,
     PhaseStarted,
@@ -32,7 +35,7 @@ from dsv32_fuzz.explore import counterexample, explore
 from dsv32_fuzz.golden.components import ComponentReplay
 from dsv32_fuzz.golden.decodes import RunReplay, replay_decodes
 from dsv32_fuzz.golden.plans import DEFINED, UNDEFINED, replay_plans
-from dsv32_fuzz.properties import StepTraffic
+from dsv32_fuzz.properties import OwnInput, StepTraffic
 from dsv32_fuzz.skip_rate import SkipCount, explain_misses, skip_rate, skip_table
 from dsv32_fuzz.strategies import SCOPES, WORLDS, World
 from dsv32_fuzz.targets import Target
@@ -49,14 +52,39 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Per traffic class."""
     fuzz_examples: int
     """Per traffic class at least, whatever the time: a slow machine must not search less."""
+    check_seconds: float
+    """Per check that draws its own input; those of a family share the time of the family."""
+    check_examples: int
+    """Per such check at least, whatever the time."""
     table_requests: tuple[int, ...]
     """Requests served per row of the skip-rate table: ten waves, and about the 956 steps of the PR's trace."""
 
 
 PROFILES: dict[str, Profile] = {
-    "ci": Profile(workload_seconds=3, fuzz_seconds=1, fuzz_examples=100, table_requests=(128,)),
-    "signoff": Profile(workload_seconds=45, fuzz_seconds=14, fuzz_examples=100, table_requests=(640, 128)),
-    "nightly": Profile(workload_seconds=600, fuzz_seconds=300, fuzz_examples=100, table_requests=(640, 128)),
+    "ci": Profile(
+        workload_seconds=3,
+        fuzz_seconds=1,
+        fuzz_examples=100,
+        check_seconds=0.5,
+        check_examples=10,
+        table_requests=(128,),
+    ),
+    "signoff": Profile(
+        workload_seconds=45,
+        fuzz_seconds=14,
+        fuzz_examples=100,
+        check_seconds=1.5,
+        check_examples=10,
+        table_requests=(640, 128),
+    ),
+    "nightly": Profile(
+        workload_seconds=600,
+        fuzz_seconds=300,
+        fuzz_examples=100,
+        check_seconds=30,
+        check_examples=100,
+        table_requests=(640, 128),
+    ),
 }
 
 SHORT_INPUT = 1000
@@ -95,6 +123,8 @@ def campaign(target: Target, profile: Profile, *, run_seed: int) -> Generator[Ev
         yield from workload_runs(target, profile.workload_seconds, run_seed)
         for scope in SCOPES:
             yield from search(target, scope, profile, run_seed)
+        for family in families():
+            yield from search_family(target, family, profile, run_seed)
         if isinstance(target, InTreeTarget) and target.caches:
             yield from skip_rates(target, profile.table_requests, run_seed)
     except KeyboardInterrupt:
@@ -163,6 +193,37 @@ def search(target: Target, scope: str, profile: Profile, run_seed: int) -> Itera
     seconds, examples = profile.fuzz_seconds, profile.fuzz_examples
     yield PhaseStarted(phase=f"fuzz:{scope}", title=title, seconds=seconds)
     yield from explore(StepTraffic(target, scope), run_seed=run_seed, seconds=seconds, examples=examples)
+
+
+def families() -> dict[str, tuple[type[InputCheck[Any]], ...]]:
+    """The checks that draw their own input, by what they look at."""
+    found: dict[str, tuple[type[InputCheck[Any]], ...]] = {}
+    for check in INPUT_CHECKS:
+        found[check.family] = (*found.get(check.family, ()), check)
+    return found
+
+
+def search_family(target: Target, family: str, profile: Profile, run_seed: int) -> Iterator[Event]:
+    """Search for a failing input of each check of a family; the verdict's scope is the check."""
+    checks = families()[family]
+    phase = f"check:{family}"
+    yield PhaseStarted(
+        phase=phase, title=f"search the {family} checks' own inputs", seconds=profile.check_seconds * len(checks)
+    )
+    for done, check in enumerate(checks):
+        for event in explore(
+            OwnInput(target, check),
+            run_seed=run_seed,
+            seconds=profile.check_seconds,
+            examples=profile.check_examples,
+        ):
+            if isinstance(event, VerdictReached):
+                event = msgspec.structs.replace(event, phase=phase)
+            elif isinstance(event, Progress):
+                event = Progress(
+                    phase=phase, done=(done + event.done) / len(checks), text=f"{check.name}, {event.text}"
+                )
+            yield event
 
 
 def skip_rates(target: InTreeTarget, requests: tuple[int, ...], run_seed: int) -> Iterator[Event]:

@@ -1,16 +1,24 @@
-"""Property-based search for a failing case of one property, and its shrinking by Hypothesis."""
+"""Property-based search for failing cases of one property, and their shrinking by Hypothesis.
+
+A `Search` goes on from slice to slice: the same property is searched for a few seconds now and a few seconds later, and
+every round of examples has a seed of its own. `explore` is one slice from beginning to end.
+"""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
+from hypothesis.database import ExampleDatabase
 
 from dsv32_fuzz.case import AnyCase
+from dsv32_fuzz.causes import cause_of
 from dsv32_fuzz.checks import merge
 from dsv32_fuzz.events import CounterexampleFound, Event, Progress, VerdictReached
 from dsv32_fuzz.properties import Property
@@ -24,52 +32,69 @@ class _FalsifiedError(Exception):
     """Raised inside the property so that Hypothesis shrinks."""
 
 
+class _TimeUp(BaseException):  # no error; not an Exception, so that Hypothesis lets it through
+    """Raised inside the property to leave a Hypothesis run."""
+
+
 @dataclass
 class _Round:
     """One Hypothesis run: its totals, and after a failure the check that is being shrunk and the smallest case."""
 
-    property: Property
+    searched: Property
     checks: Sequence[str]
     deadline: float
     at_least: int
-    """Examples that are tried whatever the time."""
+    """Examples that are tried even past the deadline, if `latest` is not past too."""
+    latest: float = math.inf
+    shrink_seconds: float = SHRINK_SECONDS
+    known: Container[tuple[str, str]] = ()
+    """Checks and causes that are known: a failure for one of them is counted, and no round is spent on it."""
     totals: dict[str, Verdict] = field(default_factory=dict)
     failing: str = ""
     smallest: AnyCase | None = None
     executed: int = 0
+    in_time: bool = True
+    """Whether the round ended by itself."""
     _outcomes: dict[bytes, str] = field(default_factory=dict)
 
     def test(self, case: AnyCase) -> None:
         """The property: no check fails. Fails for one check only, so that shrinking stays on one cause."""
         if self.failing:
             self._shrink(msgspec.structs.replace(case, check=self.failing))
-        elif self.executed < self.at_least or time.monotonic() < self.deadline:
+        elif time.monotonic() < (self.latest if self.executed < self.at_least else self.deadline):
             self._try(case)
+        else:
+            self.in_time = False
+            raise _TimeUp
 
     def _try(self, case: AnyCase) -> None:
         self.executed += 1
-        verdicts = self.property.judge(case, self.checks)
+        verdicts = self.searched.judge(case, self.checks)
         for verdict in verdicts:
             known = self.totals.get(verdict.check)
             self.totals[verdict.check] = merge([known, verdict]) if known else verdict
-        failed = next((v for v in verdicts if v.status is Status.FAILED), None)
+        failed = next((verdict for verdict in verdicts if self._is_news(verdict)), None)
         if failed:
             self.failing = failed.check
-            self.deadline = time.monotonic() + SHRINK_SECONDS
+            self.deadline = time.monotonic() + self.shrink_seconds
             case = msgspec.structs.replace(case, check=failed.check)
             self._outcomes[msgspec.json.encode(case)] = failed.summary
             self._fail(case)
 
+    def _is_news(self, verdict: Verdict) -> bool:
+        return verdict.status is Status.FAILED and (verdict.check, cause_of(verdict.summary)) not in self.known
+
     def _shrink(self, case: AnyCase) -> None:
         document = msgspec.json.encode(case)
         if document not in self._outcomes:
-            # Past the deadline nothing new is tried, but a known failure must go on failing, else it would look flaky.
-            self._outcomes[document] = self._run_failing(case) if time.monotonic() < self.deadline else ""
+            if time.monotonic() >= self.deadline:
+                raise _TimeUp
+            self._outcomes[document] = self._run_failing(case)
         if self._outcomes[document]:
             self._fail(case)
 
     def _run_failing(self, case: AnyCase) -> str:
-        (verdict,) = self.property.judge(case, [self.failing])
+        (verdict,) = self.searched.judge(case, [self.failing])
         return verdict.summary if verdict.status is Status.FAILED else ""
 
     def _fail(self, case: AnyCase) -> None:
@@ -77,10 +102,13 @@ class _Round:
         raise _FalsifiedError(self._outcomes[msgspec.json.encode(case)])
 
 
-def counterexample(searched: Property, case: AnyCase) -> CounterexampleFound:
-    """Shrink a failing case further by other means than drawing, and ask every check about what is left."""
+def counterexample(searched: Property, case: AnyCase, seconds: float = SHRINK_SECONDS) -> CounterexampleFound:
+    """Shrink a failing case further by other means than drawing, for so long, and ask every check about the rest."""
+    deadline = time.monotonic() + seconds
 
     def fails(smaller: AnyCase) -> bool:
+        if time.monotonic() >= deadline:
+            return False
         (verdict,) = searched.judge(smaller, [case.check])
         return verdict.status is Status.FAILED
 
@@ -90,6 +118,80 @@ def counterexample(searched: Property, case: AnyCase) -> CounterexampleFound:
     return CounterexampleFound(case=case, summary=own.summary, verdicts=verdicts)
 
 
+@dataclass
+class Search:
+    """The search of one property, slice by slice.
+
+    A failure for a known cause is counted and not shrunk again, so that a known defect does not hide a second one. A
+    check that `repeats` times more shrank to a cause that was known is set aside; so is, at once, one that does not
+    apply.
+    """
+
+    searched: Property
+    seed_of: Callable[[int], int]
+    """Seed of a round, by its number."""
+    repeats: int = 0
+    database: ExampleDatabase | None = None
+    shrink_seconds: float = SHRINK_SECONDS
+    """For Hypothesis, and as much again for dropping steps and requests."""
+    rounds: int = 0
+    executed: int = 0
+    """Examples drawn and judged; those that shrinking tries are not counted."""
+    totals: dict[str, Verdict] = field(default_factory=dict)
+    set_aside: set[str] = field(default_factory=set)
+    causes: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    @property
+    def active(self) -> list[str]:
+        """Checks that are still searched for a failure."""
+        return [name for name in self.searched.checks if name not in self.set_aside]
+
+    def slice(self, seconds: float, examples: int = 0, *, at_most: float = math.inf) -> Iterator[Event]:
+        """Search for `seconds` and until `examples` are executed in all, but no longer than `at_most` seconds.
+
+        Yields counterexamples, and progress after each round. Ends early where Hypothesis has nothing left to draw.
+        """
+        started = time.monotonic()
+        end, latest = started + seconds, started + at_most
+        while self.active and time.monotonic() < (latest if self.executed < examples else end):
+            current = _Round(
+                searched=self.searched,
+                checks=self.active,
+                deadline=min(end, latest),
+                at_least=examples - self.executed,
+                latest=latest,
+                shrink_seconds=self.shrink_seconds,
+                known=self.causes,
+            )
+            _run_round(current, self.seed_of(self.rounds), self.database)
+            self.rounds += 1
+            self.executed += current.executed
+            for name, verdict in current.totals.items():
+                self.totals[name] = merge([self.totals[name], verdict]) if name in self.totals else verdict
+                if verdict.status is Status.SKIPPED:
+                    self.set_aside.add(name)
+            if current.smallest is not None:
+                yield self._found(current.smallest)
+            passed = (time.monotonic() - started) / seconds if seconds else 1.0
+            done = min(passed, self.executed / examples if examples else 1.0, 1.0)
+            yield Progress(phase=f"fuzz:{self.searched.scope}", done=done, text=f"{self.executed} cases")
+            drained = current.in_time and current.smallest is None and current.executed < EXAMPLES_PER_ROUND
+            if drained and self.executed >= examples:
+                return  # Hypothesis gave up drawing: there is nothing new, or too little that is not filtered out
+
+    def _found(self, case: AnyCase) -> CounterexampleFound:
+        found = counterexample(self.searched, case, self.shrink_seconds)
+        if self.causes[case.check, cause_of(found.summary)] >= self.repeats:
+            self.set_aside.add(case.check)
+        self.learn(found.verdicts)
+        return found
+
+    def learn(self, verdicts: Sequence[Verdict]) -> None:
+        """The causes of a counterexample are known from now on, for every check that fails on it."""
+        failed = (verdict for verdict in verdicts if verdict.status is Status.FAILED)
+        self.causes.update((verdict.check, cause_of(verdict.summary)) for verdict in failed)
+
+
 def explore(searched: Property, *, run_seed: int, seconds: float, examples: int = 0) -> Iterator[Event]:
     """Search one property for `seconds` and for at least `examples`, so that a slow machine still searches.
 
@@ -97,41 +199,30 @@ def explore(searched: Property, *, run_seed: int, seconds: float, examples: int 
 
     Yields progress, a counterexample per failing check, and at the end one verdict per check.
     """
-    phase = f"fuzz:{searched.scope}"
-    started = time.monotonic()
-    active, totals, executed, round_number = list(searched.checks), dict[str, Verdict](), 0, 0
-    while active and (executed < examples or time.monotonic() < started + seconds):
-        current = _Round(property=searched, checks=active, deadline=started + seconds, at_least=examples - executed)
-        _run_round(current, run_seed + round_number)
-        round_number += 1
-        executed += current.executed
-        for name, verdict in current.totals.items():
-            totals[name] = merge([totals[name], verdict]) if name in totals else verdict
-        if current.smallest is not None:
-            yield counterexample(searched, current.smallest)
-        active = [name for name in active if totals[name].status not in (Status.FAILED, Status.SKIPPED)]
-        done = min((time.monotonic() - started) / seconds, executed / examples if examples else 1.0, 1.0)
-        yield Progress(phase=phase, done=done, text=f"{executed} cases")
+    search = Search(searched, lambda number: run_seed + number)
+    yield from search.slice(seconds, examples)
     for name in searched.checks:
-        if name in totals:
-            yield VerdictReached(phase=phase, scope=searched.scope, verdict=totals[name])
+        if name in search.totals:
+            yield VerdictReached(phase=f"fuzz:{searched.scope}", scope=searched.scope, verdict=search.totals[name])
 
 
-def _run_round(current: _Round, number: int) -> None:
+def _run_round(current: _Round, number: int, database: ExampleDatabase | None) -> None:
+    reuse = (Phase.reuse,) if database is not None else ()
+
     @seed(number)
     @settings(
         max_examples=EXAMPLES_PER_ROUND,
-        database=None,
+        database=database,
         deadline=None,
         derandomize=False,
-        phases=(Phase.generate, Phase.shrink),
+        phases=(*reuse, Phase.generate, Phase.shrink),
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
         verbosity=Verbosity.quiet,
     )
-    @given(current.property.cases())
+    @given(current.searched.cases())
     def falsify(case: AnyCase) -> None:
         current.test(case)
 
-    with suppress(_FalsifiedError):
+    with suppress(_FalsifiedError, _TimeUp):
         falsify()

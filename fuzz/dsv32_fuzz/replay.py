@@ -1,21 +1,20 @@
-"""Replay of a saved case on the in-tree path, with its own options or with others."""
+"""Replay of a saved case on a target: with its own options, or with others."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from dsv32_fast.options import Options, describe
 from dsv32_fuzz.case import AnyCase, Case
 from dsv32_fuzz.checks.catalogue import STEP_CHECKS_BY_NAME
-from dsv32_fuzz.properties import property_of
+from dsv32_fuzz.properties import Property, property_of
+from dsv32_fuzz.targets import Target
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_fuzz.verdict import Status, Verdict
 
 
 def replay_case(case: AnyCase, options: Options | None = None) -> tuple[Verdict, str]:
-    """The verdict of the check that the case was saved for, and the options used, in words.
-
-    Every check of the case's property runs, and any failure is a failure. With other options the plan may no longer be
-    reused on this case; the cache checks then have nothing to look at, and the case passes if the rebuilt plans are
-    right.
+    """The verdict on the in-tree path of the check that the case was saved for, and the options used, in words.
 
     Raises:
         ValueError: the case names an unknown check, or has no options and none are given.
@@ -25,16 +24,35 @@ def replay_case(case: AnyCase, options: Options | None = None) -> tuple[Verdict,
     used = options or case.options
     if used is None:
         raise ValueError("the case has no options of the in-tree path; give --options")
-    judged = property_of(case, InTreeTarget(used))
+    return replay_on(case, InTreeTarget(used)), describe(used)
+
+
+def _unchanged(judged: Property) -> Property:
+    return judged
+
+
+def replay_on(case: AnyCase, target: Target, wrap: Callable[[Property], Property] = _unchanged) -> Verdict:
+    """The verdict of the check that the case was saved for; `wrap` may put something around the property.
+
+    Every check of the case's property runs, and any failure is a failure. With other options than its own the plan may
+    no longer be reused on this case; the cache checks then have nothing to look at, and the case passes if the rebuilt
+    plans are right.
+
+    Raises:
+        ValueError: the case names an unknown check.
+    """
+    judged = wrap(property_of(case, target))
     verdicts = {verdict.check: verdict for verdict in judged.judge(case, judged.checks)}
     own = verdicts[case.check]
-    other = next((verdict for verdict in verdicts.values() if verdict.status is Status.FAILED), own)
-    if own.status is not Status.FAILED and other.status is Status.FAILED:
-        return other, describe(used)
-    if options is not None and isinstance(case, Case) and _rebuilt(own, verdicts):
+    if own.status is Status.FAILED:
+        return own
+    other = next((verdict for verdict in verdicts.values() if verdict.status is Status.FAILED), None)
+    if other is not None:
+        return other
+    if isinstance(case, Case) and target.options != case.options and _rebuilt(own, verdicts):
         summary = f"the plan is rebuilt at each of the {len(case.steps)} steps, and covers every row exactly once"
-        own = Verdict(check=case.check, status=Status.PASSED, summary=summary, measured=own.measured)
-    return own, describe(used)
+        return Verdict(check=case.check, status=Status.PASSED, summary=summary, measured=own.measured)
+    return own
 
 
 def _rebuilt(own: Verdict, verdicts: dict[str, Verdict]) -> bool:

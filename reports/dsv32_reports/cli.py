@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from dsv32_reports.commands import bench, bounds, doctor, golden, history, replay, signoff, tp, verify
+from dsv32_reports.commands import bench, bounds, doctor, fuzz, golden, history, merge, replay, signoff, tp, verify
 from dsv32_reports.interrupt import interrupts
 
 HELP = """Decide whether an optimised DeepSeek-V3.2 decode path on AMD MI355X may be deployed.
@@ -31,6 +31,8 @@ app.command()(verify.verify)
 app.command()(history.history)
 app.command()(history.diff)
 app.command()(replay.replay)
+app.command("fuzz")(fuzz.fuzz_command)
+app.command()(merge.merge)
 app.command()(golden.golden)
 app.command()(bounds.bounds)
 app.command()(doctor.doctor)

@@ -6,9 +6,12 @@ A gate fails if any scope failed, and is MISTRUSTED if it was never reached: wha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from dsv32_fuzz.checks.catalogue import INPUT_CHECKS
+from dsv32_fuzz.checks.own_input import InputCheck
 from dsv32_fuzz.events import VerdictReached
-from dsv32_fuzz.verdict import Status, worst
+from dsv32_fuzz.verdict import Status, Verdict, worst
 from dsv32_reports.model import Gate, Outcome, ScopeLine, Traffic
 from dsv32_reports.policy import DEFAULT, Policy
 
@@ -84,18 +87,60 @@ SCOPE_TITLES = {
 }
 
 
+FAMILY_TITLES = {
+    "attention": "Attention",
+    "router": "Router",
+    "indexer": "Indexer",
+    "cache": "KV cache",
+    "graph": "Graphs",
+    "serving": "Serving",
+    "step": "Decode step",
+}
+"""Titles of the gates of the checks that draw their own input; a family that is not named here is its own title."""
+
 FIGURES: dict[str, tuple[str, str, float]] = {}
 """Gate -> what it measures, the name of that measurement, and the largest value that passes."""
 
 
-def make_gates(reached: Sequence[VerdictReached], policy: Policy = DEFAULT) -> list[Gate]:
-    """Every gate of the policy; one without a verdict is MISTRUSTED."""
-    return [_gate(name, reached, policy) for name in GATES]
+def make_gates(
+    reached: Sequence[VerdictReached],
+    policy: Policy = DEFAULT,
+    checks: Sequence[type[InputCheck[Any]]] = INPUT_CHECKS,
+) -> list[Gate]:
+    """Every gate of the policy, then one for each family of `checks`; one without a verdict is MISTRUSTED."""
+    families = dict.fromkeys(check.family for check in checks)
+    return [
+        *(_gate(name, reached, policy) for name in GATES),
+        *(_family_gate(family, [c for c in checks if c.family == family], reached, policy) for family in families),
+    ]
+
+
+def gate_names(checks: Sequence[type[InputCheck[Any]]] = INPUT_CHECKS) -> tuple[str, ...]:
+    """Names of all gates, as a policy calls them."""
+    return (*GATES, *dict.fromkeys(f"checks_{check.family}" for check in checks))
+
+
+def _family_gate(
+    family: str, checks: Sequence[type[InputCheck[Any]]], reached: Sequence[VerdictReached], policy: Policy
+) -> Gate:
+    """A family passes if each of its checks has a verdict and none is bad; what does not apply is SKIPPED."""
+    by_check = {event.verdict.check: event.verdict for event in reached if event.phase == f"check:{family}"}
+    lines = [_check_line(check, by_check.get(check.name)) for check in checks]
+    names = ", ".join(check.name.replace("_", " ") for check in checks)
+    title = FAMILY_TITLES.get(family, family.replace("_", " ").capitalize())
+    return _judged(f"checks_{family}", title, f"no drawn input falsifies: {names}", lines, policy)
+
+
+def _check_line(check: type[InputCheck[Any]], verdict: Verdict | None) -> ScopeLine:
+    scope = check.name.replace("_", " ")
+    if verdict is None:
+        return ScopeLine(scope=scope, status=Status.MISTRUSTED, summary=f"{check.name} did not run", measured={})
+    return ScopeLine(scope=scope, status=verdict.status, summary=verdict.summary, measured=verdict.measured)
 
 
 def _gate(name: str, reached: Sequence[VerdictReached], policy: Policy) -> Gate:
     title, meaning, checks = GATES[name]
-    outside, rule = policy.scope.outside(), policy.rule(name)
+    outside = policy.scope.outside()
     lines = [
         ScopeLine(
             scope=_scope_text(event),
@@ -120,6 +165,12 @@ def _gate(name: str, reached: Sequence[VerdictReached], policy: Policy) -> Gate:
         for scope in REQUIRED.get(check, EVERYWHERE)
         if (check, scope) not in ran
     ]
+    return _judged(name, title, meaning, lines, policy)
+
+
+def _judged(name: str, title: str, meaning: str, lines: list[ScopeLine], policy: Policy) -> Gate:
+    """A gate of its lines: the worst of those in scope, and of its figure against the limit."""
+    rule = policy.rule(name)
     figure, value, limit = _figure(name, lines, rule.limit)
     statuses = [line.status for line in lines if line.in_scope]
     if value is not None and limit is not None:

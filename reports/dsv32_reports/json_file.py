@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from dsv32_fuzz.campaign_result import CampaignResult
 from dsv32_fuzz.events import AnyEvent, Event
 from dsv32_reports.model import Report
 
@@ -15,6 +16,12 @@ _EVENT: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 
 def encode(document: Any) -> bytes:
     """A document for people and machines: indented, ends with a newline."""
+    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
+
+
+def encode_campaign(result: CampaignResult) -> bytes:
+    """result.json of a fuzz campaign: indented, ends with a newline; the verdict on top."""
+    document = {"status": result.status, **msgspec.to_builtins(result, builtin_types=(msgspec.Raw,))}
     return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
 
 

@@ -92,7 +92,7 @@ def collect(
     evidence = Evidence()
     listeners = list(listeners)
     with interrupts.noted(), (folder / JOURNAL).open("wb") as journal:
-        for event in _until_interrupted(events, interrupts):
+        for event in until_interrupted(events, interrupts):
             journal.write(journal_line(event))
             journal.flush()
             evidence.add(event)
@@ -103,7 +103,7 @@ def collect(
     return evidence
 
 
-def _until_interrupted(events: Generator[Event, None, None], interrupts: Interrupts) -> Iterator[Event]:
+def until_interrupted(events: Generator[Event, None, None], interrupts: Interrupts) -> Iterator[Event]:
     """The events; a noted interrupt is raised inside the stream, between two of them, once."""
     raised = False
     for event in events:

@@ -136,7 +136,7 @@ def test_replay_fails_the_same_way_and_passes_when_repaired(bundles: Path) -> No
         again = dsv32("replay", case, cwd=bundles, code=1)
         assert finding["summary"] in again.stdout
         repaired = dsv32("replay", case, "--options", "pr47766", cwd=bundles, code=0)
-        assert repaired.stdout.startswith("PASSED")
+        assert repaired.stdout.startswith("FIXED")
 
 
 def test_replay_speaks_json(bundles: Path) -> None:

@@ -1,4 +1,4 @@
-"""One test per phase of a campaign and per traffic class; MISTRUSTED fails, what does not apply is skipped."""
+"""One test per phase, per traffic class and per family of checks; MISTRUSTED fails, what does not apply is skipped."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsv32_fast.options import resolve
-from dsv32_fuzz.campaign import PROFILES, Profile, proof, recorded_plans, search, workload_runs
+from dsv32_fuzz.campaign import PROFILES, Profile, families, proof, recorded_plans, search, search_family, workload_runs
 from dsv32_fuzz.case import save_case
 from dsv32_fuzz.events import CounterexampleFound, Event, VerdictReached
 from dsv32_fuzz.strategies import SCOPES
@@ -85,3 +85,11 @@ def test_workload(target: InTreeTarget, profile: Profile, run_seed: int, pytestc
 def test_search(scope: str, target: InTreeTarget, profile: Profile, run_seed: int, pytestconfig: pytest.Config) -> None:
     """A search for a failing step sequence in one traffic class."""
     judge(search(target, scope, profile, run_seed), pytestconfig)
+
+
+@pytest.mark.parametrize("family", sorted(families()))
+def test_family(
+    family: str, target: InTreeTarget, profile: Profile, run_seed: int, pytestconfig: pytest.Config
+) -> None:
+    """A search for a failing input of each check of one family."""
+    judge(search_family(target, family, profile, run_seed), pytestconfig)

@@ -10,34 +10,40 @@ import typer
 
 from dsv32_fast.options import PRESETS, resolve
 from dsv32_fuzz.case import load_case
+from dsv32_fuzz.corpus import case_files
 from dsv32_fuzz.replay import replay_case
-from dsv32_fuzz.verdict import Verdict, worst
+from dsv32_fuzz.verdict import Status, Verdict, worst
 from dsv32_reports.commands.common import EXIT_OF_STATUS, Assignments, Json, command
+
+OWN_CORPUS = Path("fuzz/corpus")
 
 
 @command
 def replay(
-    files: Annotated[list[Path], typer.Argument(help="Case files that a run saved.", show_default=False)],
+    paths: Annotated[
+        list[Path] | None, typer.Argument(help="Case files, or folders of them; default fuzz/corpus.")
+    ] = None,
     options: Annotated[
         str | None, typer.Option("--options", help=f"Other options than the case's own: {', '.join(PRESETS)}.")
     ] = None,
     set_: Assignments = None,
     json: Json = False,
 ) -> int:
-    """Run saved cases again, with their own options or with others.
+    """Run saved cases again, with their own options or with others: FIXED if a case passes now, FAILED if not.
 
     Exit 0 if every case passes, 1 if one still fails, 3 if one tested nothing, 2 for a file that is no case.
     """
     override = resolve(options, tuple(set_ or ())) if options else None
     if set_ and not options:
         raise ValueError("--set changes the options of a preset; give --options as well")
-    cases = [(path, load_case(path)) for path in files]
+    cases = [(path, load_case(path)) for path in case_files(paths or [OWN_CORPUS])]
     verdicts: list[Verdict] = []
     for path, case in cases:
         verdict, text = replay_case(case, override)
         verdicts.append(verdict)
         if not json:
-            print(f"{verdict.status.value} {verdict.check} with {text}: {path}\n  {verdict.summary}")
+            word = "FIXED" if verdict.status is Status.PASSED else verdict.status.value
+            print(f"{word} {verdict.check} with {text}: {path}\n  {verdict.summary}")
     if json:
         print(
             msgspec.json.encode(

@@ -18,7 +18,7 @@ from dsv32_reports.accuracy import non_inferiority, read_counts
 from dsv32_reports.bundle import write_bundle
 from dsv32_reports.commands.common import Assignments, Json, OptionsName, command
 from dsv32_reports.fold import make_report
-from dsv32_reports.gates import GATES
+from dsv32_reports.gates import gate_names
 from dsv32_reports.interrupt import interrupts
 from dsv32_reports.model import EXIT_CODES, EXIT_INTERRUPTED
 from dsv32_reports.policy import DEFAULT, load_policy
@@ -56,7 +56,7 @@ def signoff(
         raise ValueError(f"unknown profile {profile!r}; choose one of {', '.join(PROFILES)}")
     torch.set_num_threads(1)  # the tensors are small: more threads only wait for each other
     target = InTreeTarget(resolve(options, tuple(set_ or ())))
-    rules = load_policy(policy, tuple(GATES)) if policy else DEFAULT
+    rules = load_policy(policy, gate_names()) if policy else DEFAULT
     given = [non_inferiority(counts, accuracy_margin) for counts in read_counts(*accuracy)] if accuracy else []
     previous = previous_of(since) if since else None
     started = signoff_run.started(
