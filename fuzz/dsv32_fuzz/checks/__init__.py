@@ -25,7 +25,10 @@ TARGET_POISON, TWIN_POISON = 0x5A5A5A5, -0x3C3C3C3
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """One step of a run: the target's record, its always-rebuild twin's, and the KV lengths that the oracle expects."""
+    """One step of a run: the target's record, its always-rebuild twin's, and the KV lengths that the oracle expects.
+
+    `step` is what the target's sparse path serves of the step batch, as a rule all of it.
+    """
 
     index: int
     step: StepBatch
@@ -100,13 +103,14 @@ def run_case(case: Case, target: Target, checks: Iterable[type[Check]]) -> list[
             record = session.build(step)
         except TARGET_ERRORS as error:
             return [_crashed(check, index, error) for check in checks]
+        served = step if record.served is None else record.served
         seen = Observation(
             index=index,
-            step=step,
+            step=served,
             dims=case.dims,
             target=record,
             twin=twin.build(step),
-            kv_lens_T=planner_lens(step, case.dims.topk),
+            kv_lens_T=planner_lens(served, case.dims.topk),
         )
         for check in applicable:
             check.measured["steps"] += 1
