@@ -4,7 +4,21 @@ from __future__ import annotations
 
 import typer
 
-from dsv32_reports.commands import bench, bounds, doctor, fuzz, golden, history, merge, replay, signoff, tp, verify
+from dsv32_reports.commands import (
+    bench,
+    bounds,
+    doctor,
+    fuzz,
+    golden,
+    history,
+    merge,
+    replay,
+    router,
+    signoff,
+    target,
+    tp,
+    verify,
+)
 from dsv32_reports.interrupt import interrupts
 
 HELP = """Decide whether an optimised DeepSeek-V3.2 decode path on AMD MI355X may be deployed.
@@ -25,6 +39,7 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(help="Benchmarks: ratios measured in one run, never verdicts.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
+app.add_typer(target.app, name="target")
 
 app.command()(signoff.signoff)
 app.command()(verify.verify)
@@ -37,6 +52,7 @@ app.command()(golden.golden)
 app.command()(bounds.bounds)
 app.command()(doctor.doctor)
 app.command()(tp.tp)
+app.command()(router.router)
 bench_app.command("plan")(bench.bench_plan_command)
 bench_app.command("ref")(bench.bench_ref_command)
 

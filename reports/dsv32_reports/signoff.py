@@ -57,7 +57,7 @@ def started(
     previous: dict[str, Any] | None = None,
 ) -> RunStarted:
     """The first event: what the run is made of, and on what."""
-    options_text = describe(target.options) if target.options else "as installed"
+    options_text = describe(target.options) if target.options else target.name
     now = datetime.datetime.now(datetime.timezone.utc)
     return RunStarted(
         id=new_id(options_text),
@@ -68,11 +68,17 @@ def started(
         started=now.isoformat(timespec="seconds"),
         seed=seed,
         profile=profile,
-        fingerprint=fingerprint(),
+        fingerprint=fingerprint() | versions_of(target),
         policy=msgspec.to_builtins(policy),
         approver=approver,
         previous=previous,
     )
+
+
+def versions_of(target: Target) -> dict[str, str]:
+    """What the target's own process runs, beside what the suite runs."""
+    found: dict[str, str] = getattr(target, "versions", {})
+    return {f"target {name}": version for name, version in found.items()}
 
 
 def run(

@@ -25,7 +25,10 @@ TARGET_POISON, TWIN_POISON = 0x5A5A5A5, -0x3C3C3C3
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """One step of a run: the target's record, its always-rebuild twin's, and the KV lengths that the oracle expects."""
+    """One step of a run: the target's record, its always-rebuild twin's, and the KV lengths that the oracle expects.
+
+    `step` is what the target's sparse path serves of the step batch, as a rule all of it.
+    """
 
     index: int
     step: StepBatch
@@ -112,13 +115,14 @@ class Watch:
         except TARGET_ERRORS as error:
             self._crash = told(error)
             return
+        served = step if record.served is None else record.served
         seen = Observation(
             index=self._steps,
-            step=step,
+            step=served,
             dims=self._dims,
             target=record,
             twin=self._twin.build(step),
-            kv_lens_T=planner_lens(step, self._dims.topk),
+            kv_lens_T=planner_lens(served, self._dims.topk),
         )
         self._steps += 1
         for check in self._watching:

@@ -105,6 +105,9 @@ def _by_key(
     hidden = 0
     for step in world.steps():
         record = session.build(step)
+        if not record.persistent:
+            continue  # no plan is read
+        step = record.served or step
         key = record.key
         hidden += not record.launched and key != before
         before = key

@@ -41,6 +41,8 @@ class StepMetadata(Check):
         self._values(seen, "qo_indptr", metadata.qo_indptr_T1, np.arange(rows + 1, dtype=np.int32))
         self._values(seen, "paged_kv_last_page_len", metadata.paged_kv_last_page_len_T, np.ones(rows, np.int32))
         self._address(seen, "paged_kv_indices", metadata.paged_kv_indices)
+        if not seen.target.persistent:  # then no kernel receives a plan
+            return
         for name, buffer in metadata.plan._asdict().items():
             self._address(seen, name, buffer)
         plan = metadata.plan

@@ -50,6 +50,9 @@ class KeySufficiency(Check):
 
     def observe(self, seen: Observation) -> None:
         """A hit is rightful iff this step's input equals that of the last launch."""
+        if not seen.target.persistent:
+            self.measured["steps_without_plan"] += 1
+            return
         if seen.target.launched:
             self.measured["misses"] += 1
             self._planned = seen.target.planner_input
@@ -78,6 +81,8 @@ class CacheTransparency(Check):
 
     def observe(self, seen: Observation) -> None:
         """The twins start from different poison, so an unwritten entry that is read shows as a difference."""
+        if not (seen.target.persistent and seen.twin.persistent):
+            return
         self.measured["hits"] += not seen.target.launched and bool(seen.kv_lens_T.any())
         if consumer_bytes(seen.target.plan) == consumer_bytes(seen.twin.plan):
             return
@@ -107,6 +112,8 @@ class PlanCoverage(Check):
 
     def observe(self, seen: Observation) -> None:
         """Holds the plan that the target would hand to the kernel against this step's rows."""
+        if not seen.target.persistent:
+            return
         kv_indptr_T1 = np.concatenate(([0], np.cumsum(seen.kv_lens_T))).astype(np.int32)
         self.measured["rows"] += len(seen.kv_lens_T)
         found = check_plan(seen.target.plan, kv_indptr_T1)

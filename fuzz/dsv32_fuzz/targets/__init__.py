@@ -74,6 +74,9 @@ class StepRecord:
         kv_indptr_N1: int32 row pointers, the whole buffer.
         kv_indices_NK: int32 physical slots, the whole buffer.
         plan: the six plan buffers.
+        persistent: whether the kernels read `plan` in this step; False where they split by themselves.
+        served: the part of the step that the target's sparse path serves, None if it is all of it.
+        events: planner calls (`schedule`) and stream synchronisations (`sync`) in order, where the target shows them.
     """
 
     launched: bool
@@ -84,6 +87,9 @@ class StepRecord:
     kv_indptr_N1: IntArray
     kv_indices_NK: IntArray
     plan: PlanBuffers
+    persistent: bool = True
+    served: StepBatch | None = None
+    events: tuple[str, ...] = ()
 
 
 class Session(Protocol):

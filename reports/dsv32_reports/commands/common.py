@@ -21,6 +21,13 @@ OptionsName = Annotated[str, typer.Option("--options", help=f"Options of the opt
 Assignments = Annotated[
     list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Set one field of the options, e.g. bias=fp32.")
 ]
+TargetName = Annotated[str, typer.Option("--target", help="What is under test; dsv32 target list names them.")]
+VllmPath = Annotated[
+    str | None, typer.Option("--vllm-path", help="Folder that holds the package vllm: prepared, or a source tree.")
+]
+TargetPython = Annotated[
+    str | None, typer.Option("--target-python", help="Interpreter that has the target, such as that of a ROCm image.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 

@@ -10,13 +10,13 @@ import torch
 import typer
 from rich.console import Console
 
-from dsv32_fast.options import resolve
+from dsv32_fast.options import PRESETS
 from dsv32_fuzz.campaign import PROFILES, campaign
-from dsv32_fuzz.targets.intree import InTreeTarget
+from dsv32_fuzz.targets.registry import open_target
 from dsv32_reports import signoff as signoff_run
 from dsv32_reports.accuracy import non_inferiority, read_counts
 from dsv32_reports.bundle import write_bundle
-from dsv32_reports.commands.common import Assignments, Json, OptionsName, command
+from dsv32_reports.commands.common import Assignments, Json, TargetName, TargetPython, VllmPath, command
 from dsv32_reports.fold import make_report
 from dsv32_reports.gates import gate_names
 from dsv32_reports.interrupt import interrupts
@@ -28,8 +28,14 @@ from dsv32_reports.verify import previous_of
 
 @command
 def signoff(
-    options: OptionsName = "pr47766",
+    options: Annotated[
+        str | None,
+        typer.Option("--options", help=f"Options of the in-tree path: {', '.join(PRESETS)}; default pr47766."),
+    ] = None,
     set_: Assignments = None,
+    target_name: TargetName = "in-tree",
+    vllm_path: VllmPath = None,
+    target_python: TargetPython = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the bundle; default ./signoff-<id>/.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything that is drawn.")] = 0,
     profile: Annotated[str, typer.Option(help=f"How long it takes: {', '.join(PROFILES)}.")] = "signoff",
@@ -55,7 +61,7 @@ def signoff(
     if profile not in PROFILES:
         raise ValueError(f"unknown profile {profile!r}; choose one of {', '.join(PROFILES)}")
     torch.set_num_threads(1)  # the tensors are small: more threads only wait for each other
-    target = InTreeTarget(resolve(options, tuple(set_ or ())))
+    target = open_target(target_name, options, tuple(set_ or ()), path=vllm_path, python=target_python)
     rules = load_policy(policy, gate_names()) if policy else DEFAULT
     given = [non_inferiority(counts, accuracy_margin) for counts in read_counts(*accuracy)] if accuracy else []
     previous = previous_of(since) if since else None
