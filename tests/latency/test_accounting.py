@@ -129,9 +129,7 @@ def test_each_change_alone_changes_only_its_own_count() -> None:
 
     def changed(name: str) -> set[str]:
         fields = ("router_casts", "plan_launches", "bytes_cleared", "host_to_device", "synchronisations")
-        return {
-            f for f in fields for a, b in zip(base, steps[name], strict=True) if getattr(a, f) != getattr(b, f)
-        }
+        return {f for f in fields for a, b in zip(base, steps[name], strict=True) if getattr(a, f) != getattr(b, f)}
 
     # A skipped planner call also saves what its arguments cost, so only `key` may touch another count.
     assert {name: changed(name) for name in ("logits", "bias", "clear")} == {

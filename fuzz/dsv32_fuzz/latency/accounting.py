@@ -111,7 +111,7 @@ class LaunchCounter(TorchDispatchMode):
             self._clear(name, inputs)
 
     def _copy(self, name: str, args: tuple[Any, ...], result: Any) -> str | None:
-        """"to device" or "to host" where data cross, None elsewhere; notes a cast within the device."""
+        """ "to device" or "to host" where data cross, None elsewhere; notes a cast within the device."""
         if name == "lift_fresh":
             return "to device"
         if name not in ("_to_copy", "copy_"):
@@ -211,5 +211,3 @@ def _storage(tensor: Tensor) -> int:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-

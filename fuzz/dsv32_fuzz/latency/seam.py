@@ -94,7 +94,9 @@ class HollowKernels:
         """Zeros, fp32 [rows, keys]."""
         return torch.zeros(len(Q), len(KV), device=Q.device)
 
-    def top_k_per_row_decode(self, logits: Tensor, next_n: int, seqLens: Tensor, indices: Tensor, *_: Any, **__: Any) -> None:
+    def top_k_per_row_decode(
+        self, logits: Tensor, next_n: int, seqLens: Tensor, indices: Tensor, *_: Any, **__: Any
+    ) -> None:
         """Position 0 everywhere."""
         indices.zero_()
 
@@ -108,7 +110,9 @@ class HollowKernels:
         """Zeros in `o`."""
         return o.zero_(), None
 
-    def biased_grouped_topk(self, gating_output: Tensor, correction_bias: Tensor, weights: Tensor, ids: Tensor, *_: Any) -> None:
+    def biased_grouped_topk(
+        self, gating_output: Tensor, correction_bias: Tensor, weights: Tensor, ids: Tensor, *_: Any
+    ) -> None:
         """Expert 0, weight 0."""
         weights.zero_()
         ids.zero_()

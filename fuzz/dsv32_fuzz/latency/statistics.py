@@ -29,7 +29,8 @@ Verdict = Literal["faster", "slower", "no difference", "cannot tell"]
 
 ALPHA = 0.01
 """Two-sided: the nominal false-alarm rate of an interval that leaves out 1."""
-POWER = 0.97
+POWER = 0.995
+"""What a budget aims at: with it, 50 trials detect the effect in at least 49 (a rate of 0.97) 97 times of 100."""
 FEWEST_PAIRS = 20
 """Below this no interval is given: a bootstrap of fewer values has no tails at 1 %."""
 RESAMPLES = 4999
@@ -80,7 +81,12 @@ def ratio_interval(log_ratios: Floats, alpha: float = ALPHA, seed: int = 0) -> I
         ).confidence_interval
         low, high = float(found.low), float(found.high)
     test = stats.permutation_test(
-        (d,), np.mean, permutation_type="samples", n_resamples=RESAMPLES, vectorized=True, rng=np.random.default_rng(seed)
+        (d,),
+        np.mean,
+        permutation_type="samples",
+        n_resamples=RESAMPLES,
+        vectorized=True,
+        rng=np.random.default_rng(seed),
     )
     return Interval(
         ratio=math.exp(mean),
