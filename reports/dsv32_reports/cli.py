@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from dsv32_reports.commands import bench, bounds, doctor, golden, replay, signoff, tp
+from dsv32_reports.commands import bench, bounds, doctor, faults, golden, replay, signoff, tp
 from dsv32_reports.interrupt import interrupts
 
 HELP = """Decide whether an optimised DeepSeek-V3.2 decode path on AMD MI355X may be deployed.
@@ -31,6 +31,7 @@ app.command()(replay.replay)
 app.command()(golden.golden)
 app.command()(bounds.bounds)
 app.command()(doctor.doctor)
+app.command()(faults.faults)
 app.command()(tp.tp)
 bench_app.command("plan")(bench.bench_plan_command)
 bench_app.command("ref")(bench.bench_ref_command)
