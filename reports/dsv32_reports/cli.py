@@ -8,6 +8,7 @@ from dsv32_reports.commands import (
     bench,
     bounds,
     doctor,
+    faults,
     fuzz,
     golden,
     history,
@@ -51,6 +52,7 @@ app.command()(merge.merge)
 app.command()(golden.golden)
 app.command()(bounds.bounds)
 app.command()(doctor.doctor)
+app.command()(faults.faults)
 app.command()(tp.tp)
 app.command()(router.router)
 bench_app.command("plan")(bench.bench_plan_command)

@@ -1,0 +1,54 @@
+"""The fault catalogue: what really went wrong in decode paths of this kind, to be injected and counted."""
+
+from __future__ import annotations
+
+from dsv32_fuzz.faults import (
+    attention,
+    buffers,
+    cache,
+    graph,
+    harness,
+    indexer,
+    key,
+    latency,
+    moe,
+    mtp,
+    planner,
+    reduce,
+    rope,
+    router,
+    topk,
+)
+from dsv32_fuzz.faults.base import AREAS, Area, Fault, Patch
+
+CATALOGUE: tuple[Fault, ...] = (
+    *key.FAULTS,
+    *planner.FAULTS,
+    *reduce.FAULTS,
+    *attention.FAULTS,
+    *buffers.FAULTS,
+    *graph.FAULTS,
+    *router.FAULTS,
+    *topk.FAULTS,
+    *indexer.FAULTS,
+    *cache.FAULTS,
+    *rope.FAULTS,
+    *moe.FAULTS,
+    *mtp.FAULTS,
+    *latency.FAULTS,
+    *harness.FAULTS,
+)
+FAULTS: dict[str, Fault] = {fault.name: fault for fault in CATALOGUE}
+
+__all__ = ["AREAS", "CATALOGUE", "FAULTS", "Area", "Fault", "Patch", "of_area"]
+
+
+def of_area(area: str) -> tuple[Fault, ...]:
+    """The faults of one area.
+
+    Raises:
+        ValueError: no such area.
+    """
+    if area not in AREAS:
+        raise ValueError(f"unknown area {area!r}; choose one of {', '.join(AREAS)}")
+    return tuple(fault for fault in CATALOGUE if fault.area == area)

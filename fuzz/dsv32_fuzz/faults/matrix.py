@@ -1,0 +1,335 @@
+"""The kill matrix: which check kills which fault, after how many examples and seconds, and with which case.
+
+A fault is killed by a check that fails on the faulty target and does not fail, on the same case, on the faultless one.
+Every property of `dsv32_fuzz.properties` is searched from an empty corpus, those of the area's families first, in
+passes that deepen. Harness faults are killed by the probes of `selftest`.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import torch
+from hypothesis import strategies as st
+
+from dsv32_fast.options import PRESETS
+from dsv32_fuzz.case import AnyCase
+from dsv32_fuzz.events import CounterexampleFound, VerdictReached
+from dsv32_fuzz.explore import explore
+from dsv32_fuzz.faults import AREAS, FAULTS, Fault
+from dsv32_fuzz.faults.results import CheckInfo, ControlRow, FaultRow, Gate, Kill, KillMatrix
+from dsv32_fuzz.faults.selftest import PROBES, complaints
+from dsv32_fuzz.properties import OwnInput, Property, properties, property_of
+from dsv32_fuzz.targets.intree import InTreeTarget
+from dsv32_fuzz.verdict import Status, Verdict
+
+STEP, SELFTEST = "step", "selftest"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How hard a gate searches."""
+
+    passes: tuple[int, ...]
+    """Examples per property, pass after pass, until something kills."""
+    seconds: float
+    """Limit per fault for the search; the shrinking of what was found comes on top."""
+    shrink_seconds: float
+    every_cell: bool
+    """Go on after the first kill, until every check had its chance."""
+    control_examples: int
+    """Examples per property on a faultless target."""
+
+
+GATES: dict[Gate, Effort] = {
+    "ci": Effort(passes=(10, 50, 200), seconds=20.0, shrink_seconds=1.0, every_cell=False, control_examples=50),
+    "nightly": Effort(passes=(200,), seconds=600.0, shrink_seconds=10.0, every_cell=True, control_examples=500),
+}
+
+
+def family_of(searched: Property) -> str:
+    """The family of a property's checks; `step` for those of step sequences."""
+    return searched.check.family if isinstance(searched, OwnInput) else STEP
+
+
+def ordered(found: Sequence[Property], area: str) -> list[Property]:
+    """The properties of the area's families first, in the order in which the area names them."""
+    hint = AREAS[area].families
+    return sorted(found, key=lambda searched: hint.index(f) if (f := family_of(searched)) in hint else len(hint))
+
+
+def all_checks() -> tuple[CheckInfo, ...]:
+    """Every check that can kill, and the probes of the harness."""
+    found: dict[str, CheckInfo] = {}
+    for searched in properties(InTreeTarget(PRESETS["pr47766"])):
+        found |= {name: CheckInfo(name=name, family=family_of(searched)) for name in searched.checks}
+    found |= {probe.name: CheckInfo(name=probe.name, family=SELFTEST) for probe in PROBES}
+    return tuple(found.values())
+
+
+@dataclass(kw_only=True)
+class _Clock:
+    """What the search of one fault has used so far."""
+
+    effort: Effort
+    started: float = field(default_factory=time.monotonic)
+    examples: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    @property
+    def over(self) -> bool:
+        return self.seconds > self.effort.seconds
+
+
+@dataclass(kw_only=True)
+class _Watched:
+    """A property that counts, keeps the time of each check's first failure, and tries nothing when time is over."""
+
+    inner: Property
+    clock: _Clock
+    first: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Examples and seconds at the first failure of each check."""
+    _failing: set[bytes] = field(default_factory=set)
+
+    @property
+    def scope(self) -> str:
+        return self.inner.scope
+
+    @property
+    def checks(self) -> tuple[str, ...]:
+        return self.inner.checks
+
+    def cases(self) -> st.SearchStrategy[AnyCase]:
+        return self.inner.cases()
+
+    def smaller(self, case: AnyCase, fails: Callable[[AnyCase], bool]) -> AnyCase:
+        return self.inner.smaller(case, fails)
+
+    def judge(self, case: AnyCase, checks: Sequence[str]) -> list[Verdict]:
+        known = msgspec.json.encode(msgspec.structs.replace(case, check=""))
+        if self._over(checks) and known not in self._failing:
+            # A case that is known to fail must go on failing, else the shrinker would call it flaky.
+            return [Verdict(check=name, status=Status.SKIPPED, summary="not tried: time is over") for name in checks]
+        if any(name not in self.first for name in checks):
+            self.clock.examples += 1
+        verdicts = self.inner.judge(case, checks)
+        failed = [verdict.check for verdict in verdicts if verdict.status is Status.FAILED]
+        if failed:
+            self._failing.add(known)
+        for name in failed:
+            self.first.setdefault(name, (self.clock.examples, self.clock.seconds))
+        return verdicts
+
+    def _over(self, checks: Sequence[str]) -> bool:
+        now, effort = self.clock.seconds, self.clock.effort
+        if checks and all(name in self.first for name in checks):
+            return all(now > self.first[name][1] + effort.shrink_seconds for name in checks)
+        return self.clock.over
+
+
+def _search(watched: _Watched, seed: int, examples: int, *, every: bool) -> tuple[list[Kill], bool]:
+    """Checks that failed, the shrunk ones first, and whether any check compared something."""
+    kills: dict[str, Kill] = {}
+    compared = False
+    for event in explore(watched, run_seed=seed, seconds=1e-3, examples=examples):
+        if isinstance(event, CounterexampleFound):
+            own = event.case.check
+            failed = [v for v in event.verdicts if v.status is Status.FAILED]
+            for verdict in sorted(failed, key=lambda v: v.check != own):
+                case = event.case if verdict.check == own else None
+                kills.setdefault(verdict.check, _kill(watched, verdict, case))
+            if not every:
+                return list(kills.values()), True
+        elif isinstance(event, VerdictReached):
+            compared |= event.verdict.status in (Status.PASSED, Status.FAILED)
+            if event.verdict.status is Status.FAILED:
+                kills.setdefault(event.verdict.check, _kill(watched, event.verdict, None))
+    return list(kills.values()), compared
+
+
+def _kill(watched: _Watched, verdict: Verdict, case: AnyCase | None) -> Kill:
+    examples, seconds = watched.first.get(verdict.check, (watched.clock.examples, watched.clock.seconds))
+    return Kill(
+        check=verdict.check,
+        family=family_of(watched.inner),
+        examples=examples,
+        seconds=round(seconds, 3),
+        summary=verdict.summary,
+        case=case,
+    )
+
+
+def run_fault(fault: Fault, gate: Gate, seed: int) -> FaultRow:
+    """Search one fault until a check kills it, or until every check had its chance."""
+    effort = GATES[gate]
+    clock = _Clock(effort=effort)
+    if fault.area == "harness":
+        found, compared = _probe(fault, clock), True
+    else:
+        found, compared = _hunt(fault, clock, seed)
+    control = fault.control()
+    false_alarms = tuple(kill for kill in found if kill.case is not None and not _quiet(kill, control))
+    wrong = {kill.check for kill in false_alarms}
+    return FaultRow(
+        fault=fault.name,
+        area=fault.area,
+        story=fault.story,
+        reference=fault.reference,
+        seams=fault.seams,
+        options=fault.options,
+        kills=tuple(kill for kill in found if kill.check not in wrong),
+        false_alarms=false_alarms,
+        examples=clock.examples,
+        compared=compared,
+        seconds=round(clock.seconds, 3),
+    )
+
+
+def _hunt(fault: Fault, clock: _Clock, seed: int) -> tuple[list[Kill], bool]:
+    found: dict[str, Kill] = {}
+    compared = False
+    with fault.inject() as target:
+        hunted = ordered(properties(target), fault.area)
+        for number, examples in enumerate(clock.effort.passes):
+            for searched in hunted:
+                if clock.over:
+                    return list(found.values()), compared
+                watched = _Watched(inner=searched, clock=clock)
+                every = clock.effort.every_cell
+                kills, anything = _search(watched, seed * 10_000 + number * 1000, examples, every=every)
+                compared |= anything
+                for kill in kills:
+                    found.setdefault(kill.check, kill)
+                if found and not every:
+                    return list(found.values()), compared
+    return list(found.values()), compared
+
+
+def _probe(fault: Fault, clock: _Clock) -> list[Kill]:
+    clock.examples = len(PROBES)
+    with fault.inject():
+        return [
+            Kill(
+                check=probe.name,
+                family=SELFTEST,
+                examples=PROBES.index(probe) + 1,
+                seconds=round(clock.seconds, 3),
+                summary=told,
+            )
+            for probe, told in complaints()
+        ]
+
+
+def _quiet(kill: Kill, control: InTreeTarget) -> bool:
+    """Whether the check is quiet about the kill's case on the faultless target."""
+    if kill.case is None:
+        return True
+    (verdict,) = property_of(kill.case, control).judge(kill.case, [kill.check])
+    return verdict.status is not Status.FAILED
+
+
+def run_control(options: str, gate: Gate, seed: int) -> ControlRow:
+    """Every check on the faultless target of one preset, and the probes of the harness."""
+    effort = GATES[gate]
+    clock = _Clock(effort=replace(effort, seconds=math.inf))
+    alarms: list[Kill] = []
+    passed: set[str] = set()
+    names: set[str] = set()
+    for searched in properties(InTreeTarget(PRESETS[options])):
+        watched = _Watched(inner=searched, clock=clock)
+        names.update(searched.checks)
+        for event in explore(watched, run_seed=seed * 10_000, seconds=1e-3, examples=effort.control_examples):
+            if isinstance(event, CounterexampleFound):
+                own = next(v for v in event.verdicts if v.check == event.case.check)
+                alarms.append(_kill(watched, own, event.case))
+            elif isinstance(event, VerdictReached) and event.verdict.status is Status.PASSED:
+                passed.add(event.verdict.check)
+    told = [
+        Kill(check=p.name, family=SELFTEST, examples=0, seconds=0.0, summary=summary) for p, summary in complaints()
+    ]
+    return ControlRow(
+        options=options,
+        checks=len(names) + len(PROBES),
+        passed=len(passed - {kill.check for kill in alarms}) + len(PROBES) - len(told),
+        false_alarms=(*alarms, *told),
+        examples=clock.examples,
+        seconds=round(clock.seconds, 3),
+    )
+
+
+def _task(kind: str, name: str, gate: Gate, seed: int) -> FaultRow | ControlRow:
+    """One row; the form in which a worker process is asked."""
+    torch.set_num_threads(1)
+    return run_control(name, gate, seed) if kind == "control" else run_fault(FAULTS[name], gate, seed)
+
+
+def run_rows(names: Sequence[str], gate: Gate, seed: int, jobs: int) -> Iterator[FaultRow | ControlRow]:
+    """The rows of the named faults and the controls of their presets, as they are done.
+
+    Raises:
+        ValueError: an unknown fault, or a number of jobs that is not positive.
+    """
+    unknown = [name for name in names if name not in FAULTS]
+    if unknown:
+        raise ValueError(f"unknown fault {unknown[0]!r}; `dsv32 faults --list` names all of them")
+    if jobs < 1:
+        raise ValueError(f"jobs is {jobs}; give a positive number of processes")
+    presets = dict.fromkeys(FAULTS[name].options for name in names)
+    tasks = [("control", preset) for preset in presets] + [("fault", name) for name in names]
+    if jobs == 1:
+        yield from (_task(kind, name, gate, seed) for kind, name in tasks)
+        return
+    # Fresh interpreters: a forked torch may wait for threads that do not exist.
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        waiting = [pool.submit(_task, kind, name, gate, seed) for kind, name in tasks]
+        try:
+            yield from (done.result() for done in as_completed(waiting))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def run_matrix(names: Sequence[str], gate: Gate = "ci", seed: int = 0, jobs: int = 1) -> KillMatrix:
+    """The kill matrix of the named faults.
+
+    Raises:
+        ValueError: as `run_rows`.
+    """
+    started = time.monotonic()
+    return assemble(list(run_rows(names, gate, seed, jobs)), gate, seed, time.monotonic() - started)
+
+
+def assemble(rows: Iterable[FaultRow | ControlRow], gate: Gate, seed: int, seconds: float) -> KillMatrix:
+    """A matrix of rows that came in any order."""
+    place = {name: number for number, name in enumerate(FAULTS)}
+    rows = list(rows)
+    return KillMatrix(
+        gate=gate,
+        seed=seed,
+        checks=all_checks(),
+        rows=tuple(sorted((r for r in rows if isinstance(r, FaultRow)), key=lambda row: place[row.fault])),
+        controls=tuple(row for row in rows if isinstance(row, ControlRow)),
+        seconds=round(seconds, 1),
+    )
+
+
+def rotating(number: int, parts: int) -> tuple[str, ...]:
+    """Every `parts`-th fault of each area, so that `parts` successive numbers cover the catalogue.
+
+    Raises:
+        ValueError: `parts` is not positive.
+    """
+    if parts < 1:
+        raise ValueError(f"parts is {parts}; give a positive number")
+    by_area: dict[str, list[str]] = {}
+    for fault in FAULTS.values():
+        by_area.setdefault(fault.area, []).append(fault.name)
+    return tuple(name for names in by_area.values() for name in names[number % parts :: parts])
