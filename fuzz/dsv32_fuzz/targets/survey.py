@@ -11,11 +11,12 @@ from typing import Any
 
 import msgspec
 
-from dsv32_fuzz.campaign import CHECKS
-from dsv32_fuzz.case import Case
+from dsv32_fuzz.case import AnyCase
 from dsv32_fuzz.checks import merge, run_case
+from dsv32_fuzz.checks.catalogue import STEP_CHECKS
 from dsv32_fuzz.events import CounterexampleFound, VerdictReached
 from dsv32_fuzz.explore import counterexample, explore
+from dsv32_fuzz.properties import StepTraffic
 from dsv32_fuzz.strategies import SCOPES, WORLDS
 from dsv32_fuzz.targets import Session, Target
 from dsv32_fuzz.targets.corpus import cases
@@ -30,7 +31,7 @@ class Survey(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     versions: dict[str, str] = {}
     verdicts: dict[str, Verdict] = {}
-    findings: list[Case] = []
+    findings: list[AnyCase] = []
     first_finding_seconds: float | None = None
     """From the start of the survey, the target's import included."""
     seconds: float = 0.0
@@ -46,7 +47,7 @@ def survey(
     `started` is a `time.monotonic()` from before the target was opened.
     """
     totals: dict[str, Verdict] = {}
-    found: list[Case] = []
+    found: list[AnyCase] = []
     first: float | None = None
     sequences = 0
 
@@ -57,15 +58,15 @@ def survey(
     for world in CORPUS_WORLDS:
         for _, case in cases(target, world):
             sequences += 1
-            for verdict in run_case(case, target, CHECKS):
+            for verdict in run_case(case, target, STEP_CHECKS):
                 new = verdict.status is Status.FAILED and verdict.check not in {c.check for c in found}
                 add(verdict)
                 if new:
                     first = first if first is not None else time.monotonic() - started
                     failing = msgspec.structs.replace(case, check=verdict.check)
-                    found.append(counterexample(failing, target, CHECKS).case)
+                    found.append(counterexample(StepTraffic(target, case.scope), failing).case)
     for scope in SCOPES if seconds else ():
-        for event in explore(target, scope, CHECKS, run_seed=run_seed, seconds=seconds):
+        for event in explore(StepTraffic(target, scope), run_seed=run_seed, seconds=seconds):
             if isinstance(event, VerdictReached):
                 add(event.verdict)
             elif isinstance(event, CounterexampleFound):

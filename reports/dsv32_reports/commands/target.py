@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dsv32_fuzz.campaign import CHECKS
 from dsv32_fuzz.case import save_case
+from dsv32_fuzz.checks.catalogue import STEP_CHECKS
 from dsv32_fuzz.targets.registry import names, open_target
 from dsv32_fuzz.targets.survey import Behaviour, Survey, behaviour, compare, survey
 from dsv32_fuzz.targets.vllm import VllmTarget
@@ -100,14 +100,14 @@ def _survey(folder: Path, seconds: float, seed: int) -> Survey:
 
 
 def _head() -> str:
-    columns = ["vLLM", *(check.name for check in CHECKS), "first finding"]
+    columns = ["vLLM", *(check.name for check in STEP_CHECKS), "first finding"]
     return "| " + " | ".join(columns) + " |\n|" + "---|" * len(columns) + "\n"
 
 
 def _line(row: Survey) -> str:
     if row.refusal:
-        return f"| {row.target} | not driven: {row.refusal} |" + " |" * len(CHECKS)
-    cells = [row.verdicts[check.name].status.value for check in CHECKS]
+        return f"| {row.target} | not driven: {row.refusal} |" + " |" * len(STEP_CHECKS)
+    cells = [row.verdicts[check.name].status.value for check in STEP_CHECKS]
     first = row.first_finding_seconds
     return f"| {row.target} | {' | '.join(cells)} | {'' if first is None else f'{first:.0f} s'} |"
 
