@@ -13,6 +13,7 @@ from fast_worlds import KERNELS, PATH, SMALL, path, weights
 from torch import Tensor
 
 from dsv32_fast.kernels.protocol import Kernels
+from dsv32_fast.kernels.selection import Admits
 from dsv32_fast.options import Options
 from dsv32_fast.path import STAGES, DecodePath, PathConfig
 from dsv32_ref import decode as reference
@@ -48,6 +49,7 @@ def _deep() -> Weights:
     return assemble(DEEP, synthetic(DEEP, 0))
 
 
+@pytest.mark.admits(Admits(heads=1, latent=8, topk=4, router=(4, 2, 1, 2)))
 @pytest.mark.parametrize(("logits", "casts"), [("fp32", 58), ("bf16", 0)])
 @pytest.mark.parametrize("gemm", ["fp32", "bf16"])
 def test_router_casts_per_step(logits: Literal["fp32", "bf16"], casts: int, gemm: Literal["fp32", "bf16"]) -> None:
