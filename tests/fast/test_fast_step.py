@@ -22,6 +22,8 @@ from dsv32_ref.moe import MoeWeights
 from dsv32_ref.state import Model, State
 from dsv32_ref.weights import Weights, assemble, synthetic
 
+pytestmark = pytest.mark.admits(Admits(topk=16))
+"""Sizes and messages of the small world: what the host does around the kernels is under test here."""
 DEEP = Config(
     vocab_size=16,
     dim=16,
@@ -49,7 +51,6 @@ def _deep() -> Weights:
     return assemble(DEEP, synthetic(DEEP, 0))
 
 
-@pytest.mark.admits(Admits(heads=1, latent=8, topk=4, router=(4, 2, 1, 2)))
 @pytest.mark.parametrize(("logits", "casts"), [("fp32", 58), ("bf16", 0)])
 @pytest.mark.parametrize("gemm", ["fp32", "bf16"])
 def test_router_casts_per_step(logits: Literal["fp32", "bf16"], casts: int, gemm: Literal["fp32", "bf16"]) -> None:
