@@ -1,10 +1,11 @@
+"""Fixtures of the decode step. The worlds are imported late: their size depends on `--kernels`."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-from fast_worlds import KERNELS, PATH, Event, Recorded, Values, path, record, run_reference, schedule
-from stage_bounds import Recording
 
 from dsv32_fast.kernels.aiter import load
 from dsv32_fast.kernels.mounted import EMULATION, mounted
@@ -14,35 +15,45 @@ from dsv32_fast.metadata import BuildCounts
 from dsv32_fast.options import Options
 from dsv32_fast.path import PathConfig
 
-STEPS = 50
+if TYPE_CHECKING:
+    from fast_worlds import Event, Recorded, Values
+    from stage_bounds import Recording
+
+STEPS, STEPS_AT_TRUE_WIDTHS = 50, 20
+"""Of the schedule; at the shapes of real kernels a row costs a hundred times as much."""
 
 
 @pytest.fixture(params=["emulated", "mounted"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
     """The emulation itself, and the adapter to AITER over the emulation mounted as `aiter`; else what was selected."""
     if current().limits.defined:
-        yield KERNELS
-        return
-    if request.param == "emulated":
+        yield current().kernels
+    elif request.param == "emulated":
         yield EMULATION
-        return
-    with mounted():
-        yield load()
+    else:
+        with mounted():
+            yield load()
 
 
 @pytest.fixture(scope="session")
 def events() -> list[Event]:
-    return schedule(STEPS)
+    from fast_worlds import schedule
+
+    return schedule(STEPS_AT_TRUE_WIDTHS if current().limits.defined else STEPS)
 
 
 @pytest.fixture(scope="session")
 def reference(events: list[Event]) -> list[Values]:
+    from fast_worlds import run_reference
+
     return run_reference(events)
 
 
 @pytest.fixture(scope="session")
 def recorded(events: list[Event], reference: list[Values]) -> Recorded:
     """The whole schedule under forced decisions, run once per argument; do not change what it returns."""
+    from fast_worlds import KERNELS, PATH, path, record
+
     kept: dict[tuple[bool, Options, PathConfig], tuple[Recording, BuildCounts]] = {}
 
     def run(kernels: Kernels, options: Options, sizes: PathConfig = PATH) -> tuple[Recording, BuildCounts]:

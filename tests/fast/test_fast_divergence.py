@@ -10,9 +10,12 @@ from divergence import divergence, first_flip
 from fast_worlds import KERNELS, SMALL, Event, Values, path, record
 from stage_bounds import Recording
 
+from dsv32_fast.kernels.selection import Admits
 from dsv32_fast.options import PRESETS, Options
 
 MOE_LAYER = 1
+pytestmark = pytest.mark.admits(Admits(topk=16))
+"""Margins and flips of the small world: the harness is under test here."""
 
 
 @pytest.mark.parametrize("name", ["baseline", "pr47766"])

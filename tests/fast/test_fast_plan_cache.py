@@ -18,13 +18,13 @@ def _ids(count: int, first: int) -> tuple[int, ...]:
 
 
 def crossing() -> list[Event]:
-    """Three requests verify four tokens each; the middle one goes from 16 tokens to 19, across topk, in two steps.
+    """Three requests verify four tokens each; the middle one goes from topk tokens to topk + 3 in two steps.
 
-    Rows per request before: 16 16 16 16 | 13 14 15 16 | 16 16 16 16, after: sixteen each. The key of #42982 holds
-    min(seq, topk), 16 for all, both times.
+    Rows per request before, with topk = 16: 16 16 16 16 | 13 14 15 16 | 16 16 16 16, after: sixteen each. The key of
+    #42982 holds min(seq, topk), 16 for all, both times.
     """
-    prompts = Event(tokens={0: _ids(24, 1), 1: _ids(12, 2), 2: _ids(20, 3)})
-    first = Event(tokens={0: _ids(4, 4), 1: _ids(4, 5), 2: _ids(4, 6)}, truncate={1: 15})
+    prompts = Event(tokens={0: _ids(TOPK + 8, 1), 1: _ids(TOPK - 4, 2), 2: _ids(TOPK + 4, 3)})
+    first = Event(tokens={0: _ids(4, 4), 1: _ids(4, 5), 2: _ids(4, 6)}, truncate={1: TOPK - 1})
     second = Event(tokens={0: _ids(4, 7), 1: _ids(4, 8), 2: _ids(4, 9)})
     return [prompts, first, second]
 

@@ -13,6 +13,7 @@ from fast_worlds import KERNELS, PATH, SMALL, path, weights
 from torch import Tensor
 
 from dsv32_fast.kernels.protocol import Kernels
+from dsv32_fast.kernels.selection import Admits
 from dsv32_fast.options import Options
 from dsv32_fast.path import STAGES, DecodePath, PathConfig
 from dsv32_ref import decode as reference
@@ -21,6 +22,8 @@ from dsv32_ref.moe import MoeWeights
 from dsv32_ref.state import Model, State
 from dsv32_ref.weights import Weights, assemble, synthetic
 
+pytestmark = pytest.mark.admits(Admits(topk=16))
+"""Sizes and messages of the small world: what the host does around the kernels is under test here."""
 DEEP = Config(
     vocab_size=16,
     dim=16,
