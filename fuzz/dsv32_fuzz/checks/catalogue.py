@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsv32_fuzz.checks import Check
+from dsv32_fuzz.checks import (
+    Check,
+    addresses,
+    cache,
+    indexer,
+    indexer_stages,
+    interface,
+    moe,
+    quantisers,
+    router,
+    topk,
+)
 from dsv32_fuzz.checks.hygiene import BufferHygiene
 from dsv32_fuzz.checks.metadata import StepMetadata
 from dsv32_fuzz.checks.own_input import InputCheck
@@ -20,5 +31,15 @@ STEP_CHECKS: tuple[type[Check], ...] = (
 )
 STEP_CHECKS_BY_NAME: dict[str, type[Check]] = {check.name: check for check in STEP_CHECKS}
 
-INPUT_CHECKS: tuple[type[InputCheck[Any]], ...] = ()
+INPUT_CHECKS: tuple[type[InputCheck[Any]], ...] = (
+    *router.CHECKS,
+    *topk.CHECKS,
+    *indexer.CHECKS,
+    *indexer_stages.CHECKS,
+    *cache.CHECKS,
+    *quantisers.CHECKS,
+    *addresses.CHECKS,
+    *moe.CHECKS,
+    *interface.CHECKS,
+)
 INPUT_CHECKS_BY_NAME: dict[str, type[InputCheck[Any]]] = {check.name: check for check in INPUT_CHECKS}
