@@ -129,10 +129,7 @@ def _upper_bits_only(shift: int) -> dict[str, Fault]:
     def decode(logits: Tensor, *rest: Any, **named: Any) -> None:
         api.top_k_per_row_decode(coarse(logits), *rest, **named)
 
-    def prefill(logits: Tensor, *rest: Any, **named: Any) -> None:
-        api.top_k_per_row_prefill(coarse(logits), *rest, **named)
-
-    return {"top_k_per_row_decode": decode, "top_k_per_row_prefill": prefill}
+    return {"top_k_per_row_decode": decode}
 
 
 def test_contract_kills_equal_top_bits() -> None:
@@ -206,10 +203,8 @@ def _fixed_stride(topk: Tensor, metadata: SparseMlaMetadata, table: Tensor, size
     """Row t at t * topk, as the sparse planner of AITER's own test wants it."""
     width = topk.shape[1]
     ragged = torch.arange(metadata.num_tokens + 1, dtype=torch.int32) * width
-    lengths = metadata.paged_kv_indptr_T1.diff()
     metadata.paged_kv_indices.fill_(-1)
     _fill(topk, dataclasses.replace(metadata, paged_kv_indptr_T1=ragged), table, size)
-    del lengths
 
 
 def _page_for_slot(topk: Tensor, metadata: SparseMlaMetadata, table: Tensor, size: int) -> None:

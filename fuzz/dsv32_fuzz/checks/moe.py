@@ -57,8 +57,8 @@ def moe_inputs(draw: st.DrawFn) -> MoeInput:
     """Few tokens; fp8 blocks now and then."""
     chosen = draw(sampled_from((2, 1, 4)))
     return MoeInput(
-        tokens=draw(sampled_from((2, 1, 5, 9))),
-        experts=draw(sampled_from((8, 4, 16))),
+        tokens=draw(sampled_from((2, 1, 5))),
+        experts=draw(sampled_from((8, 4))),
         chosen=chosen,
         fp8=draw(sampled_from((False, False, True))),
         remote=draw(sampled_from((0, 0, 1, 2))),
@@ -165,11 +165,11 @@ class FusedExperts(InputCheck[MoeInput]):
         found.require("calls", same_bits(before, world.x_TM), "fused_moe changed its input")
         text = f"fused_moe gives {tuple(out_TM.shape)} {out_TM.dtype}"
         if found.require("calls", out_TM.shape == before.shape and out_TM.dtype == before.dtype, text):
-            found.within("routed experts", out_TM, routed_bound(world, drawn.fp8, drawn.remote))
+            bound = routed_bound(world, drawn.fp8, drawn.remote)
+            found.within("routed experts", out_TM, bound)
             alone = self._call(drawn, world, target, slice(drawn.tokens - 1, drawn.tokens))
             # Another batch may take another tile order on a GPU; both are held to the bound of the whole.
-            bound = routed_bound(world, drawn.fp8, drawn.remote).map(slice(drawn.tokens - 1, drawn.tokens))
-            found.within("routed experts of the last token alone", alone, bound)
+            found.within("routed experts of the last token alone", alone, bound.map(slice(drawn.tokens - 1, None)))
         foreign = bool((world.ids_TK < drawn.remote).all())
         untested = "every chosen expert is on another rank" if foreign else ""
         return self.verdict(found.violation, found.measured(), untested=untested)
