@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from check_trials import faultless, faulty, killed
@@ -15,7 +16,11 @@ from dsv32_fast import attention
 from dsv32_fast.kernels.emulated import api
 from dsv32_fast.metadata import SparseMlaMetadata
 from dsv32_fast.options import PRESETS
+from dsv32_fuzz import explore
+from dsv32_fuzz.case import InputCase, decode_case
 from dsv32_fuzz.checks.topk import TopkContract, TopkOrder, TopkSentinel
+from dsv32_fuzz.events import CounterexampleFound
+from dsv32_fuzz.properties import OwnInput
 from dsv32_fuzz.strategies.scores import ScoreBatch, ScoreRow
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_fuzz.verdict import Status
@@ -216,3 +221,18 @@ def _page_for_slot(topk: Tensor, metadata: SparseMlaMetadata, table: Tensor, siz
 def test_sentinel_kills(monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
     monkeypatch.setattr(attention, "fill_gather_list", fault)
     assert "paged_kv_indices: " in killed(TopkSentinel, TARGET)
+
+
+def test_a_counterexample_shrinks_and_survives_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of one kind is left, and the saved document fails again."""
+    monkeypatch.setattr(explore, "SHRINK_SECONDS", 5.0)
+    searched = OwnInput(faulty(**_both(_twice)), TopkContract)
+    events = explore.explore(searched, run_seed=0, seconds=60.0)
+    found = next(event for event in events if isinstance(event, CounterexampleFound))
+    assert isinstance(found.case, InputCase)
+    assert len(found.case.input["rows"]) == 1
+    again = decode_case(msgspec.json.encode(found.case))
+    (verdict,) = searched.judge(again, [TopkContract.name])
+    assert (verdict.status, verdict.summary) == (Status.FAILED, found.summary)
+    (repaired,) = OwnInput(TARGET, TopkContract).judge(again, [TopkContract.name])
+    assert repaired.status is Status.PASSED
