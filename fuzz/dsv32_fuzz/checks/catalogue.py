@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsv32_fuzz.checks import Check, attention, attention_invariance
+from dsv32_fuzz.checks import (
+    Check,
+    addresses,
+    attention,
+    attention_invariance,
+    cache,
+    indexer,
+    indexer_stages,
+    interface,
+    moe,
+    quantisers,
+    router,
+    topk,
+)
 from dsv32_fuzz.checks.hygiene import BufferHygiene
 from dsv32_fuzz.checks.metadata import StepMetadata
 from dsv32_fuzz.checks.own_input import InputCheck
@@ -23,5 +36,14 @@ STEP_CHECKS_BY_NAME: dict[str, type[Check]] = {check.name: check for check in ST
 INPUT_CHECKS: tuple[type[InputCheck[Any]], ...] = (
     *attention.CHECKS,
     *attention_invariance.CHECKS,
+    *router.CHECKS,
+    *topk.CHECKS,
+    *indexer.CHECKS,
+    *indexer_stages.CHECKS,
+    *cache.CHECKS,
+    *quantisers.CHECKS,
+    *addresses.CHECKS,
+    *moe.CHECKS,
+    *interface.CHECKS,
 )
 INPUT_CHECKS_BY_NAME: dict[str, type[InputCheck[Any]]] = {check.name: check for check in INPUT_CHECKS}

@@ -78,7 +78,7 @@ SMALL = Config(
     kv_lora_rank=16,
     qk_rope_head_dim=16,
     index_n_heads=4,
-    index_head_dim=64,
+    index_head_dim=32,
     n_layers=1,
     n_heads=1,
 )
@@ -233,18 +233,23 @@ class IndexerStages(InputCheck[StagesInput]):
 
     def _judge_scores(self, found: Findings, step: _Step, keys: list[Tensor], scales: list[Tensor]) -> None:
         """Each row against the keys of its own request; then its selection."""
-        lengths_T, topk_TK = step.batch.lengths.cpu().long(), step.topk.long()
-        for row in range(len(step.scores)):
-            length, request = int(lengths_T[row]), int(step.batch.owner[row])
-            hidden = bool((step.scores[row, length:] == -torch.inf).all())
-            found.require("rows_masked", hidden, f"index_score: row {row} shows a position from {length} on")
-            if length == 0:
-                found.require("rows_of_padding", bool((topk_TK[row] == -1).all()), f"index_topk: padding row {row}")
-                continue
-            q, w = (exact(part[row : row + 1].float()) for part in (step.q, step.weights))
-            bound = bounds.index_scores(q, w, exact(keys[request][:length]), exact(scales[request][:length]), ARITH)
-            found.within(f"index_score of row {row}", step.scores[row : row + 1, :length], bound)
-            self._selected(found, row, step.scores[row : row + 1, :length], topk_TK[row : row + 1])
+        for row in range(step.batch.live, len(step.scores)):
+            text = f"index_score, index_topk: padding row {row} is not empty"
+            empty = bool((step.scores[row] == -torch.inf).all()) and bool((step.topk[row] == -1).all())
+            found.require("rows_of_padding", empty, text)
+        for request, rows in enumerate(step.batch.spans()):
+            q, w = (exact(part[rows].float()) for part in (step.q, step.weights))
+            bound = bounds.index_scores(q, w, exact(keys[request]), exact(scales[request]), ARITH)
+            for row in range(rows.start, rows.stop):
+                self._judge_row(found, step, row, bound.map(slice(row - rows.start, row - rows.start + 1)))
+
+    def _judge_row(self, found: Findings, step: _Step, row: int, bound: Approx) -> None:
+        length = int(step.batch.lengths[row])
+        hidden = bool((step.scores[row, length:] == -torch.inf).all())
+        found.require("rows_masked", hidden, f"index_score: row {row} shows a position from {length} on")
+        scores_1S = step.scores[row : row + 1, :length]
+        found.within(f"index_score of row {row}", scores_1S, bound.apply(lambda t: t[:, :length]))
+        self._selected(found, row, scores_1S, step.topk[row : row + 1].long())
 
     def _selected(self, found: Findings, row: int, scores_1S: Tensor, topk_1K: Tensor) -> None:
         if bool(scores_1S.isnan().any()):

@@ -69,8 +69,8 @@ class _Rows:
         options: dict[str, Any] = {"k": self.k, "stable": True} if stable else {"k": self.k}
         if prefill:
             ends = [start + length for start, length in zip(self.starts, self.lengths, strict=True)]
-            windows = (torch.tensor(edge, dtype=torch.int32, device=device) for edge in (self.starts, ends))
-            kernels.top_k_per_row_prefill(self.logits_MN, *windows, found[:-1], values, rows, *strides, **options)
+            first, last = (torch.tensor(edge, dtype=torch.int32, device=device) for edge in (self.starts, ends))
+            kernels.top_k_per_row_prefill(self.logits_MN, first, last, found[:-1], values, rows, *strides, **options)
         else:
             lens = torch.tensor(self.seq_lens, dtype=torch.int32, device=device)
             kernels.top_k_per_row_decode(self.logits_MN, self.next_n, lens, found[:-1], rows, *strides, **options)
