@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsv32_fuzz.checks import Check, attention, attention_invariance
+from dsv32_fuzz.checks import Check, attention, attention_invariance, budgets, converters, step_numerics
 from dsv32_fuzz.checks.hygiene import BufferHygiene
 from dsv32_fuzz.checks.metadata import StepMetadata
 from dsv32_fuzz.checks.own_input import InputCheck
@@ -23,5 +23,8 @@ STEP_CHECKS_BY_NAME: dict[str, type[Check]] = {check.name: check for check in ST
 INPUT_CHECKS: tuple[type[InputCheck[Any]], ...] = (
     *attention.CHECKS,
     *attention_invariance.CHECKS,
+    *converters.CHECKS,
+    *step_numerics.CHECKS,
+    *budgets.CHECKS,
 )
 INPUT_CHECKS_BY_NAME: dict[str, type[InputCheck[Any]]] = {check.name: check for check in INPUT_CHECKS}
