@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from stage_bounds import Recording, Values
 from torch import Tensor
 
 from dsv32_fast.kernels.emulated.cache import read_keys
@@ -22,6 +21,7 @@ from dsv32_fast.metadata import BuildCounts
 from dsv32_fast.options import Options
 from dsv32_fast.path import DecodePath, PathConfig, StepOutput
 from dsv32_fast.state import CacheState
+from dsv32_fuzz.stage_bounds import Recording, Values
 from dsv32_ref import decode as reference
 from dsv32_ref.config import Config, Precision
 from dsv32_ref.state import Model, State

@@ -8,10 +8,10 @@ import pytest
 import torch
 from divergence import divergence, first_flip
 from fast_worlds import KERNELS, SMALL, Event, Values, path, record
-from stage_bounds import Recording
 
 from dsv32_fast.kernels.selection import Admits
 from dsv32_fast.options import PRESETS, Options
+from dsv32_fuzz.stage_bounds import Recording
 
 MOE_LAYER = 1
 pytestmark = pytest.mark.admits(Admits(topk=16))

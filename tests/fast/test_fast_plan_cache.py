@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from fast_worlds import SMALL, Event, path, record, run_reference, stale_rows
-from stage_bounds import attended
 
 from dsv32_fast.kernels.protocol import Kernels
 from dsv32_fast.options import Options
+from dsv32_fuzz.stage_bounds import attended
 
 TOPK = SMALL.index_topk
 

@@ -9,13 +9,16 @@ from dsv32_fuzz.checks import (
     addresses,
     attention,
     attention_invariance,
+    budgets,
     cache,
+    converters,
     indexer,
     indexer_stages,
     interface,
     moe,
     quantisers,
     router,
+    step_numerics,
     topk,
 )
 from dsv32_fuzz.checks.hygiene import BufferHygiene
@@ -36,6 +39,7 @@ STEP_CHECKS_BY_NAME: dict[str, type[Check]] = {check.name: check for check in ST
 INPUT_CHECKS: tuple[type[InputCheck[Any]], ...] = (
     *attention.CHECKS,
     *attention_invariance.CHECKS,
+    *converters.CHECKS,
     *router.CHECKS,
     *topk.CHECKS,
     *indexer.CHECKS,
@@ -45,5 +49,7 @@ INPUT_CHECKS: tuple[type[InputCheck[Any]], ...] = (
     *addresses.CHECKS,
     *moe.CHECKS,
     *interface.CHECKS,
+    *budgets.CHECKS,
+    *step_numerics.CHECKS,
 )
 INPUT_CHECKS_BY_NAME: dict[str, type[InputCheck[Any]]] = {check.name: check for check in INPUT_CHECKS}

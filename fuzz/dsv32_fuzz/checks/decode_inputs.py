@@ -28,6 +28,8 @@ class DecodeInput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     query_lens: tuple[int, ...]
     contexts: tuple[int, ...]
     before: tuple[int, ...] = ()
+    before_query_lens: tuple[int, ...] = ()
+    """Query lengths of the step before, where they were others."""
     padding: int = 0
     heads: int = 16
     topk: int = 64
@@ -54,9 +56,11 @@ class DecodeInput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     def build(self, target: Target, *, kept: int = 0) -> DecodeStep:
         """The step on a fresh engine, after the one before it."""
-        engine = DecodeEngine(target, self.shape(target), max_rows=sum(self.query_lens) + self.padding)
+        earlier = self.before_query_lens or self.query_lens
+        most = max(sum(self.query_lens), sum(earlier)) + self.padding
+        engine = DecodeEngine(target, self.shape(target), max_rows=most)
         if self.before:
-            engine.build(_batch(self.query_lens, self.before, self.padding), seed=self.seed + 1)
+            engine.build(_batch(earlier, self.before, self.padding), seed=self.seed + 1)
         return engine.build(_batch(self.query_lens, self.contexts, self.padding), seed=self.seed, kept=kept)
 
     def values(self, step: DecodeStep) -> tuple[Tensor, Tensor]:
@@ -92,14 +96,24 @@ def decode_inputs(
             contexts.append(draw(_contexts(topk, query)))
             room -= query
     before: tuple[int, ...] = ()
-    if histories and draw(st.sampled_from((True, True, False))):
-        shift = draw(st.sampled_from((-1, -2, -3, -7, 1, 3, 0)))
-        before = tuple(max(0, c + shift) for c in contexts)
+    earlier: tuple[int, ...] = ()
+    match draw(st.sampled_from(("crossing", "shift", "crossing", "permuted", "none"))) if histories else "none":
+        case "shift":
+            shift = draw(st.sampled_from((-1, -2, -3, -7, 1, 3, 0)))
+            before = tuple(max(0, c + shift) for c in contexts)
+        case "crossing":  # every sequence at or beyond topk, before and after: keys of sequence lengths are equal
+            contexts = [draw(_crossing(topk, query)) for query in queries]
+            before = tuple(draw(_crossing(topk, query)) for query in queries)
+        case "permuted":
+            seqs = [q + c for q, c in zip(queries, contexts, strict=True)]
+            earlier = tuple(draw(st.permutations(queries)))
+            before = tuple(max(0, seq - q) for seq, q in zip(seqs, earlier, strict=True))
     dtypes = draw(st.sampled_from(_DTYPES))
     return DecodeInput(
         query_lens=tuple(queries),
         contexts=tuple(contexts),
         before=before,
+        before_query_lens=earlier,
         padding=draw(st.sampled_from((0, 0, 1, 5))),
         heads=draw(st.sampled_from((16, 16, 32, 64, 128))),
         topk=topk,
@@ -109,6 +123,11 @@ def decode_inputs(
         amplitude=draw(st.sampled_from((1.0, 0.1, 4.0, 30.0))),
         seed=draw(st.integers(0, 2**16)),
     )
+
+
+def _crossing(topk: int, query: int) -> st.SearchStrategy[int]:
+    """Contexts with which a sequence has topk tokens or more, most often so that its first rows see fewer."""
+    return st.sampled_from((*range(max(0, topk - query), topk), topk, topk + 1, topk + 9))
 
 
 def _contexts(topk: int, query: int) -> st.SearchStrategy[int]:

@@ -17,7 +17,7 @@ or 1 give, any other counts with that value have a larger sum, as digits of 4 or
 leave one possibility. Without an LSE n is taken from the plan: then only a multiplicity that all attended slots share
 stays unseen, and that one changes no output at all.
 
-Legend: S slots, C columns of V, T query rows, H heads.
+Legend: S slots, C columns of V, P passes, T query rows, H heads.
 """
 
 from __future__ import annotations
@@ -78,33 +78,54 @@ def count_attended(kernel: Kernel, marks: Marks, planned_T: Tensor, *, value_sca
     Args:
         kernel: the same work on other values of V, queries all zero; K may be anything finite.
         marks: the cells; `slots` must be all that the kernel could reach.
-        planned_T: keys of each row, used where the kernel returns no LSE.
+        planned_T: keys of each row, used where the kernel returns no LSE; if the output contradicts them, the first
+            such row and head is read with the smallest number of keys that fits.
         value_scale: by how much the kernel multiplies what it reads (the scale of an fp8 V).
     """
-    parts, readable, keys_TH = [], torch.tensor(True), None
-    for number in range(marks.passes):
-        out_THC, lse_TH = kernel(marks.values(number))
-        planned_TH = planned_T.double()[:, None].expand(out_THC.shape[:2])
-        keys_TH = planned_TH if lse_TH is None else lse_TH.double().exp().cpu()
-        counts, sound_TH = _digits(out_THC.double().cpu() / value_scale * keys_TH.round()[..., None])
-        whole_TH = (keys_TH - keys_TH.round()).abs() <= keys_TH * 2.0**-10
-        parts.append(counts)
-        readable = readable & sound_TH & whole_TH
-    if keys_TH is None:
+    passes = [kernel(marks.values(number)) for number in range(marks.passes)]
+    if not passes:
         raise ValueError("marks: there is no slot to mark; give at least one")
-    counts_THS = torch.cat(parts, -1)[..., : marks.slots]
-    return Attended(
-        counts_THS=counts_THS, keys_TH=keys_TH, readable_TH=readable & (counts_THS.sum(-1) == keys_TH.round())
-    )
+    shares_THPC = torch.stack([out_THC.double().cpu() / value_scale for out_THC, _ in passes], 2)
+    lses = [lse_TH for _, lse_TH in passes if lse_TH is not None]
+    planned_TH = planned_T.double()[:, None].expand(shares_THPC.shape[:2])
+    keys_TH = lses[0].double().exp().cpu() if lses else planned_TH.clone()
+    counts_THS, readable_TH = _read(shares_THPC, keys_TH.round(), marks)
+    for lse_TH in lses:
+        own_TH = lse_TH.double().exp().cpu()
+        readable_TH &= ((own_TH - own_TH.round()).abs() <= own_TH * 2.0**-10) & (own_TH.round() == keys_TH.round())
+    if not lses:
+        _search(shares_THPC, marks, counts_THS, keys_TH, (~readable_TH & (planned_TH > 0)).nonzero()[:1].tolist())
+    return Attended(counts_THS=counts_THS, keys_TH=keys_TH, readable_TH=readable_TH)
 
 
-def _digits(sums_THC: Tensor) -> tuple[Tensor, Tensor]:
-    """Base-4 digits [T, H, 3 C] in the order of slots, and whether every sum of a head lies at an integer."""
-    whole_THC = sums_THC.nan_to_num(nan=-1.0, posinf=-1.0, neginf=-1.0).round()
-    sound_THC = ((sums_THC - whole_THC).abs() <= whole_THC * RELATIVE) & (whole_THC >= 0) & (whole_THC < BASE**DIGITS)
-    value = whole_THC.clamp(0, BASE**DIGITS - 1).int()
+def _search(
+    shares_THPC: Tensor, marks: Marks, counts_THS: Tensor, keys_TH: Tensor, places: Sequence[Sequence[int]]
+) -> None:
+    """Where the planned number of keys does not read: the smallest number that does, for the message's sake."""
+    for row, head in places:
+        planned = int(keys_TH[row, head])
+        tried = torch.arange(1, 4 * planned + 64, dtype=torch.float64)[:, None]
+        shares = shares_THPC[row : row + 1, head : head + 1].expand(len(tried), *[-1] * 3)
+        counts, readable = _read(shares, tried, marks)
+        if bool(readable.any()):
+            first = int(readable[:, 0].nonzero()[0])
+            counts_THS[row, head], keys_TH[row, head] = counts[first, 0], tried[first, 0]
+
+
+def _read(shares_THPC: Tensor, keys_TH: Tensor, marks: Marks) -> tuple[Tensor, Tensor]:
+    """Counts [T, H, S] if each row attended that many keys, and whether every value is a count and they sum to it."""
+    counts, sound_TH = _digits(shares_THPC * keys_TH[..., None, None])
+    counts_THS = counts.flatten(2)[..., : marks.slots]
+    return counts_THS, sound_TH & (counts_THS.sum(-1) == keys_TH)
+
+
+def _digits(sums_THPC: Tensor) -> tuple[Tensor, Tensor]:
+    """Base-4 digits [T, H, P, 3 C] in the order of slots, and whether every sum of a head lies at an integer."""
+    whole = sums_THPC.nan_to_num(nan=-1.0, posinf=-1.0, neginf=-1.0).round()
+    sound = ((sums_THPC - whole).abs() <= whole * RELATIVE) & (whole >= 0) & (whole < BASE**DIGITS)
+    value = whole.clamp(0, BASE**DIGITS - 1).int()
     digits = [value // BASE**k % BASE for k in range(DIGITS)]
-    return torch.cat(digits, -1), sound_THC.all(-1)
+    return torch.cat(digits, -1), sound.flatten(2).all(-1)
 
 
 def difference(seen: Attended, expected_T: Sequence[Tensor], names_T: Sequence[str]) -> str:
@@ -124,9 +145,8 @@ def difference(seen: Attended, expected_T: Sequence[Tensor], names_T: Sequence[s
         return ""
     row, head = (int(i) for i in wrong_TH.nonzero()[0])
     told = _told(seen.counts_THS[row, head], expected_TS, row, names_T)
-    unreadable = (
-        "" if seen.readable_TH[row, head] else f"; no whole counts of {float(seen.keys_TH[row, head]):.6g} keys"
-    )
+    total, keys = int(seen.counts_THS[row, head].sum()), float(seen.keys_TH[row, head])
+    unreadable = "" if total == round(keys) else f"; counts sum to {total}, not to {keys:.6g} keys"
     others = int(wrong_TH.any(1).sum()) - 1
     return f"{names_T[row]}, head {head}: {told}{unreadable}" + (f" (and {others} more rows)" if others else "")
 
@@ -141,4 +161,4 @@ def _told(counts_S: Tensor, expected_TS: Tensor, row: int, names_T: Sequence[str
         owners = [r for r in range(len(expected_TS)) if expected_TS[r, slot] and r != row]
         what = "doubled" if expected_TS[row, slot] else f"of {names_T[owners[0]]}" if owners else "of nobody"
         words.append(f"attended {len(more)} slots too often, first {slot} ({what}, {int(counts_S[slot])} times)")
-    return ", ".join(words) or "attended its slots"
+    return ", ".join(words) or "no counts of marked slots explain the output"

@@ -17,7 +17,8 @@ Legend: T rows, H heads, K top-k, S positions, J indexer heads, I indexer width,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -65,6 +66,7 @@ class Recording:
 
     @property
     def bounds(self) -> StageBounds:
+        """The bounds of the stages that the path shares with the reference."""
         return StageBounds(config=self.config, precision=self.precision, arith=ARITH)
 
     def stored(self, x: Approx) -> Approx:
@@ -88,12 +90,17 @@ class Recording:
         return ffn.gate.bias.bfloat16().float() if narrow else ffn.gate.bias
 
 
+def _of_layer(rec: Recording, layer: int, stage: str) -> Tensor:
+    return rec.of(stage, layer)
+
+
 def _wider(part: Tensor, width: int, fill: float) -> Tensor:
     extra = part.new_full((part.shape[0], width - part.shape[1], *part.shape[2:]), fill)
     return torch.cat([part, extra], 1)
 
 
 def stored(x: Approx) -> Approx:
+    """A rounding to bf16."""
     return round_to(x, BF16)
 
 
@@ -102,7 +109,7 @@ def values(rec: Recording) -> Iterator[Compared]:
     h_TM = rec.weights.embed[rec.of("tokens", -1)]
     residual_TM = torch.zeros_like(h_TM)
     for layer, w in enumerate(rec.weights.layers):
-        at: Callable[[str], Tensor] = lambda stage, layer=layer: rec.of(stage, layer)  # noqa: E731
+        at = functools.partial(_of_layer, rec, layer)
         normed, _ = rec.bounds.add_rms_norm(exact(h_TM), exact(residual_TM), w.attn_norm)
         yield f"attn_in {layer}", at("attn_in"), normed
         yield from _attention(rec, w, layer)
@@ -248,9 +255,10 @@ def kernel_weights(logits_TE: Approx, bias_E: Tensor, chosen_TK: Tensor, config:
 
 
 def mixture(rec: Recording, x_TM: Approx, chosen_TK: Tensor, weights_TK: Approx, w: MoeWeights) -> Approx:
+    """Routed and shared experts, and their sum, each rounded."""
     shape = (*chosen_TK.shape, x_TM.value.shape[1])
     value, err = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
-    for expert in chosen_TK.unique().tolist():
+    for expert in sorted(set(chosen_TK.flatten().tolist())):
         rows, ranks = torch.where(chosen_TK == expert)
         part = _routed_expert(rec, x_TM.map(rows), w.experts[expert])
         value[rows, ranks], err[rows, ranks] = part.value, part.err
