@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from dsv32_reports.commands import bench, bounds, doctor, golden, replay, signoff, tp
+from dsv32_reports.commands import bench, bench_checks, bounds, doctor, golden, replay, signoff, tp
 from dsv32_reports.interrupt import interrupts
 
 HELP = """Decide whether an optimised DeepSeek-V3.2 decode path on AMD MI355X may be deployed.
@@ -34,6 +34,7 @@ app.command()(doctor.doctor)
 app.command()(tp.tp)
 bench_app.command("plan")(bench.bench_plan_command)
 bench_app.command("ref")(bench.bench_ref_command)
+bench_app.command("checks")(bench_checks.bench_checks_command)
 
 
 def main() -> None:

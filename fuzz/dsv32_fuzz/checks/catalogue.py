@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsv32_fuzz.checks import Check
+from dsv32_fuzz.checks import Check, builder_contract, graph, serving
 from dsv32_fuzz.checks.hygiene import BufferHygiene
 from dsv32_fuzz.checks.metadata import StepMetadata
 from dsv32_fuzz.checks.own_input import InputCheck
@@ -20,5 +20,9 @@ STEP_CHECKS: tuple[type[Check], ...] = (
 )
 STEP_CHECKS_BY_NAME: dict[str, type[Check]] = {check.name: check for check in STEP_CHECKS}
 
-INPUT_CHECKS: tuple[type[InputCheck[Any]], ...] = ()
+INPUT_CHECKS: tuple[type[InputCheck[Any]], ...] = (
+    *serving.CHECKS,
+    *builder_contract.CHECKS,
+    *graph.CHECKS,
+)
 INPUT_CHECKS_BY_NAME: dict[str, type[InputCheck[Any]]] = {check.name: check for check in INPUT_CHECKS}

@@ -1,0 +1,44 @@
+"""How fast step batches are judged."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dsv32_fast.options import resolve
+from dsv32_fuzz.bench.checks import bench_checks
+from dsv32_fuzz.targets.intree import InTreeTarget
+from dsv32_reports.commands.common import Assignments, Json, OptionsName, command
+
+
+@command
+def bench_checks_command(
+    batches: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,64,256",
+    steps: Annotated[int, typer.Option(min=16, help="Steps of a sequence.")] = 400,
+    options: OptionsName = "pr47766",
+    assignments: Assignments = None,
+    json: Json = False,
+) -> int:
+    """Step batches fully judged per second by all step checks together, and each one's share of the time.
+
+    The true constants: topk 2048, 256 compute units, max_num_batched_tokens 8192. One thread.
+    """
+    sizes = tuple(int(part) if part.strip().isdecimal() else 0 for part in batches.split(","))
+    torch.set_num_threads(1)
+    rates = bench_checks(InTreeTarget(resolve(options, tuple(assignments or ()))), sizes, steps)
+    if json:
+        print(msgspec.json.encode(rates).decode())
+        return 0
+    names = list(rates[0].shares)
+    table = Table("batch", "step batches/s", "lowest", "highest", *names, title="all step checks, share of time")
+    for rate in rates:
+        shares = (f"{100 * rate.shares[name]:.0f} %" for name in names)
+        speeds = (f"{value:,.0f}" for value in (rate.steps_per_second, rate.lowest, rate.highest))
+        table.add_row(str(rate.batch), *speeds, *shares)
+    Console().print(table)
+    return 0
