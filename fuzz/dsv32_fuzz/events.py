@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from dsv32_fuzz.case import AnyCase
+from dsv32_fuzz.coverage import Coverage
 from dsv32_fuzz.verdict import Verdict
 
 
@@ -57,6 +58,14 @@ class SequencesChecked(Event, frozen=True, kw_only=True):
     step_batches: int
 
 
+class InputSpaceCovered(Event, frozen=True, kw_only=True):
+    """Which cells of the input space, and which rare events, a search of step sequences has visited."""
+
+    phase: str
+    scope: str
+    coverage: Coverage
+
+
 class TableMade(Event, frozen=True, kw_only=True):
     """Rows for the report, already plain data."""
 
@@ -71,4 +80,13 @@ class RunFinished(Event, frozen=True, kw_only=True):
     interrupted: bool = False
 
 
-AnyEvent = PhaseStarted | Progress | VerdictReached | CounterexampleFound | SequencesChecked | TableMade | RunFinished
+AnyEvent = (
+    PhaseStarted
+    | Progress
+    | VerdictReached
+    | CounterexampleFound
+    | SequencesChecked
+    | InputSpaceCovered
+    | TableMade
+    | RunFinished
+)

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 import msgspec
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 
-from dsv32_fuzz.case import AnyCase
+from dsv32_fuzz.case import AnyCase, Case
 from dsv32_fuzz.checks import merge
-from dsv32_fuzz.events import CounterexampleFound, Event, Progress, VerdictReached
+from dsv32_fuzz.coverage import Coverage
+from dsv32_fuzz.events import CounterexampleFound, Event, InputSpaceCovered, Progress, VerdictReached
 from dsv32_fuzz.properties import Property
 from dsv32_fuzz.verdict import Status, Verdict
 
@@ -33,6 +34,8 @@ class _Round:
     deadline: float
     at_least: int
     """Examples that are tried whatever the time."""
+    coverage: Coverage
+    """What the search has visited so far; every judged case is added."""
     totals: dict[str, Verdict] = field(default_factory=dict)
     failing: str = ""
     smallest: AnyCase | None = None
@@ -48,6 +51,8 @@ class _Round:
 
     def _try(self, case: AnyCase) -> None:
         self.executed += 1
+        if isinstance(case, Case):
+            self.coverage.add(case)
         verdicts = self.property.judge(case, self.checks)
         for verdict in verdicts:
             known = self.totals.get(verdict.check)
@@ -95,13 +100,21 @@ def explore(searched: Property, *, run_seed: int, seconds: float, examples: int 
 
     Every failing check is shrunk once and then set aside.
 
-    Yields progress, a counterexample per failing check, and at the end one verdict per check.
+    Yields progress, a counterexample per failing check, and at the end what step sequences have covered and one verdict
+    per check.
     """
     phase = f"fuzz:{searched.scope}"
     started = time.monotonic()
     active, totals, executed, round_number = list(searched.checks), dict[str, Verdict](), 0, 0
+    coverage = Coverage()
     while active and (executed < examples or time.monotonic() < started + seconds):
-        current = _Round(property=searched, checks=active, deadline=started + seconds, at_least=examples - executed)
+        current = _Round(
+            property=searched,
+            checks=active,
+            deadline=started + seconds,
+            at_least=examples - executed,
+            coverage=coverage,
+        )
         _run_round(current, run_seed + round_number)
         round_number += 1
         executed += current.executed
@@ -112,6 +125,8 @@ def explore(searched: Property, *, run_seed: int, seconds: float, examples: int 
         active = [name for name in active if totals[name].status not in (Status.FAILED, Status.SKIPPED)]
         done = min((time.monotonic() - started) / seconds, executed / examples if examples else 1.0, 1.0)
         yield Progress(phase=phase, done=done, text=f"{executed} cases")
+    if coverage.cases:
+        yield InputSpaceCovered(phase=phase, scope=searched.scope, coverage=coverage)
     for name in searched.checks:
         if name in totals:
             yield VerdictReached(phase=phase, scope=searched.scope, verdict=totals[name])

@@ -15,7 +15,7 @@ from dsv32_fast.options import PRESETS
 from dsv32_fuzz.case import decode_case
 from dsv32_fuzz.checks import Watch, run_case
 from dsv32_fuzz.checks.catalogue import STEP_CHECKS
-from dsv32_fuzz.events import CounterexampleFound, VerdictReached
+from dsv32_fuzz.events import CounterexampleFound, InputSpaceCovered, VerdictReached
 from dsv32_fuzz.explore import explore
 from dsv32_fuzz.properties import StepTraffic, properties
 from dsv32_fuzz.replay import replay_case
@@ -171,6 +171,9 @@ def test_a_correct_path_has_no_counterexample() -> None:
     verdicts = [event.verdict for event in events if isinstance(event, VerdictReached)]
     assert {verdict.status for verdict in verdicts} == {Status.PASSED}
     assert len(verdicts) == len(STEP_CHECKS)
+    (covered,) = [event.coverage for event in events if isinstance(event, InputSpaceCovered)]
+    assert (covered.cases, covered.steps) == (30, verdicts[0].measured["steps"])
+    assert not covered.untested()
 
 
 def test_the_machine_fails_with_a_case_that_replays() -> None:

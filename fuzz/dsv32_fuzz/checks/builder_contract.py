@@ -142,14 +142,22 @@ class OperationCount(TorchDispatchMode):  # type: ignore[no-untyped-call] # torc
         """Count one operation and run it."""
         if self.paused:
             return func(*args, **(kwargs or {}))
-        self.operations += 1
+        self.operations += not func.is_view  # a view launches nothing, and Python leaves out one of the whole
         name = func.overloadpacket.__name__
         if name in ("zero_", "fill_"):
             self.filled_bytes += args[0].nbytes
-        self.host_reads += torch.Tag.data_dependent_output in func.tags
-        if torch.Tag.dynamic_output_shape in func.tags and not (kwargs or {}).get("output_size"):
-            self.host_reads += 1
+        self.host_reads += _reads_back(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+
+def _reads_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the host needs a value for the result or its shape; of indices only a mask is a matter of data."""
+    if torch.Tag.data_dependent_output in func.tags:
+        return True
+    if torch.Tag.dynamic_output_shape not in func.tags or kwargs.get("output_size") is not None:
+        return False
+    indices = args[1] if func.overloadpacket.__name__.startswith("index") else None
+    return indices is None or any(index is not None and index.dtype == torch.bool for index in indices)
 
 
 class OneLaunch:

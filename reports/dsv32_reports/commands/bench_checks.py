@@ -24,7 +24,7 @@ def bench_checks_command(
     assignments: Assignments = None,
     json: Json = False,
 ) -> int:
-    """Step batches fully judged per second by all step checks together, and each one's share of the time.
+    """Step batches fully judged by all step checks together per second of a core, and each one's share of the time.
 
     The true constants: topk 2048, 256 compute units, max_num_batched_tokens 8192. One thread.
     """
@@ -34,11 +34,10 @@ def bench_checks_command(
     if json:
         print(msgspec.json.encode(rates).decode())
         return 0
-    names = list(rates[0].shares)
-    table = Table("batch", "step batches/s", "lowest", "highest", *names, title="all step checks, share of time")
-    for rate in rates:
-        shares = (f"{100 * rate.shares[name]:.0f} %" for name in names)
-        speeds = (f"{value:,.0f}" for value in (rate.steps_per_second, rate.lowest, rate.highest))
-        table.add_row(str(rate.batch), *speeds, *shares)
+    table = Table("all step checks", *(f"batch {rate.batch}" for rate in rates))
+    table.add_row("step batches per second of a core", *(f"{rate.steps_per_second:,.0f}" for rate in rates))
+    table.add_row("lowest to highest", *(f"{rate.lowest:,.0f} to {rate.highest:,.0f}" for rate in rates))
+    for name in rates[0].shares:
+        table.add_row(f"share of {name}", *(f"{100 * rate.shares[name]:.0f} %" for rate in rates))
     Console().print(table)
     return 0
