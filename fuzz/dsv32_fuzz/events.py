@@ -11,6 +11,7 @@ import msgspec
 
 from dsv32_fast.options import Options
 from dsv32_fuzz.case import AnyCase
+from dsv32_fuzz.coverage import Coverage
 from dsv32_fuzz.verdict import Verdict
 
 
@@ -77,6 +78,14 @@ class SequencesChecked(Event, frozen=True, kw_only=True):
     step_batches: int
 
 
+class InputSpaceCovered(Event, frozen=True, kw_only=True):
+    """Which cells of the input space, and which rare events, a search of step sequences has visited."""
+
+    phase: str
+    scope: str
+    coverage: Coverage
+
+
 class TableMade(Event, frozen=True, kw_only=True):
     """Rows for the report, already plain data."""
 
@@ -98,6 +107,7 @@ AnyEvent = (
     | VerdictReached
     | CounterexampleFound
     | SequencesChecked
+    | InputSpaceCovered
     | TableMade
     | RunFinished
 )

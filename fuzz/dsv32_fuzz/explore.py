@@ -17,10 +17,11 @@ import msgspec
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from hypothesis.database import ExampleDatabase
 
-from dsv32_fuzz.case import AnyCase
+from dsv32_fuzz.case import AnyCase, Case
 from dsv32_fuzz.causes import cause_of
 from dsv32_fuzz.checks import merge
-from dsv32_fuzz.events import CounterexampleFound, Event, Progress, VerdictReached
+from dsv32_fuzz.coverage import Coverage
+from dsv32_fuzz.events import CounterexampleFound, Event, InputSpaceCovered, Progress, VerdictReached
 from dsv32_fuzz.properties import Property
 from dsv32_fuzz.verdict import Status, Verdict
 
@@ -49,6 +50,8 @@ class _Round:
     shrink_seconds: float = SHRINK_SECONDS
     known: Container[tuple[str, str]] = ()
     """Checks and causes that are known: a failure for one of them is counted, and no round is spent on it."""
+    coverage: Coverage = field(default_factory=Coverage)
+    """What the search has visited so far; every judged step sequence is added."""
     totals: dict[str, Verdict] = field(default_factory=dict)
     failing: str = ""
     smallest: AnyCase | None = None
@@ -69,6 +72,8 @@ class _Round:
 
     def _try(self, case: AnyCase) -> None:
         self.executed += 1
+        if isinstance(case, Case):
+            self.coverage.add(case)
         verdicts = self.searched.judge(case, self.checks)
         for verdict in verdicts:
             known = self.totals.get(verdict.check)
@@ -140,6 +145,7 @@ class Search:
     totals: dict[str, Verdict] = field(default_factory=dict)
     set_aside: set[str] = field(default_factory=set)
     causes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    coverage: Coverage = field(default_factory=Coverage)
 
     @property
     def active(self) -> list[str]:
@@ -162,6 +168,7 @@ class Search:
                 latest=latest,
                 shrink_seconds=self.shrink_seconds,
                 known=self.causes,
+                coverage=self.coverage,
             )
             _run_round(current, self.seed_of(self.rounds), self.database)
             self.rounds += 1
@@ -197,10 +204,13 @@ def explore(searched: Property, *, run_seed: int, seconds: float, examples: int 
 
     Every failing check is shrunk once and then set aside.
 
-    Yields progress, a counterexample per failing check, and at the end one verdict per check.
+    Yields progress, a counterexample per failing check, and at the end what step sequences have covered and one verdict
+    per check.
     """
     search = Search(searched, lambda number: run_seed + number)
     yield from search.slice(seconds, examples)
+    if search.coverage.cases:
+        yield InputSpaceCovered(phase=f"fuzz:{searched.scope}", scope=searched.scope, coverage=search.coverage)
     for name in searched.checks:
         if name in search.totals:
             yield VerdictReached(phase=f"fuzz:{searched.scope}", scope=searched.scope, verdict=search.totals[name])

@@ -6,7 +6,12 @@ from collections.abc import Callable
 
 from hypothesis import strategies as st
 
+from dsv32_fuzz.batch_mixes import batch_mix_steps
 from dsv32_fuzz.serving.traffic import serving_steps
 from dsv32_fuzz.strategies import SCOPES, Steps
 
-TRAFFIC: dict[str, Callable[[], st.SearchStrategy[Steps]]] = {**SCOPES, "serving": serving_steps}
+TRAFFIC: dict[str, Callable[[], st.SearchStrategy[Steps]]] = {
+    **SCOPES,
+    "serving": serving_steps,
+    "batch_mixes": batch_mix_steps,
+}

@@ -6,6 +6,7 @@ import typer
 
 from dsv32_reports.commands import (
     bench,
+    bench_checks,
     bounds,
     doctor,
     faults,
@@ -57,6 +58,7 @@ app.command()(tp.tp)
 app.command()(router.router)
 bench_app.command("plan")(bench.bench_plan_command)
 bench_app.command("ref")(bench.bench_ref_command)
+bench_app.command("checks")(bench_checks.bench_checks_command)
 
 
 def main() -> None:

@@ -10,14 +10,17 @@ from dsv32_fuzz.checks import (
     attention,
     attention_invariance,
     budgets,
+    builder_contract,
     cache,
     converters,
+    graph,
     indexer,
     indexer_stages,
     interface,
     moe,
     quantisers,
     router,
+    serving,
     step_numerics,
     topk,
 )
@@ -50,6 +53,9 @@ INPUT_CHECKS: tuple[type[InputCheck[Any]], ...] = (
     *moe.CHECKS,
     *interface.CHECKS,
     *budgets.CHECKS,
+    *builder_contract.CHECKS,
+    *graph.CHECKS,
+    *serving.CHECKS,
     *step_numerics.CHECKS,
 )
 INPUT_CHECKS_BY_NAME: dict[str, type[InputCheck[Any]]] = {check.name: check for check in INPUT_CHECKS}
