@@ -14,7 +14,7 @@ from dsv32_fuzz import watchdog
 from dsv32_fuzz.campaign_fuzz import FuzzPlan, fuzz
 from dsv32_fuzz.campaign_result import CRASHED, read_result
 from dsv32_fuzz.events import CounterexampleFound, RunFinished
-from dsv32_fuzz.journal import LOG, Crash, case_in
+from dsv32_fuzz.journal import JOURNAL, LOG, Crash, case_in
 from dsv32_fuzz.shards import ShardPlan, shard_folder, write_inputs
 from dsv32_fuzz.verdict import Status
 from dsv32_fuzz.watchdog import Watched
