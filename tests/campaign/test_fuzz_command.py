@@ -11,11 +11,14 @@ import pytest
 from campaign_world import SPEC, Numbers, number_case, run_numbers, use_numbers
 from typer.testing import CliRunner, Result
 
+from dsv32_fuzz.campaign_result import CampaignResult, read_result
 from dsv32_fuzz.case import load_case
 from dsv32_fuzz.corpus import Corpus
+from dsv32_fuzz.events import CounterexampleFound, Progress
 from dsv32_reports.campaign_text import ProgressLines, clock
 from dsv32_reports.cli import app
 from dsv32_reports.commands.fuzz import parse_duration, parse_shard
+from dsv32_reports.json_file import encode_campaign
 
 ENOUGH = "25s"
 """For a process to start and to find what fails in nearly every example."""
@@ -79,8 +82,8 @@ def test_merge_of_one_folder_gives_its_result(campaign: Path) -> None:
 
 
 def test_merge_unites_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_numbers(monkeypatch, Numbers("even"), Numbers("odd"))
     for k in (0, 1):
+        use_numbers(monkeypatch, Numbers("even"), Numbers("odd"))
         run_numbers(tmp_path / f"machine{k}", shard=k, of=2)
     one = json.loads(dsv32("merge", "machine0", "machine1", "--json", cwd=tmp_path, code=0).stdout)
     other = json.loads(dsv32("merge", "machine1", "machine0", "--json", cwd=tmp_path, code=0).stdout)
@@ -135,8 +138,6 @@ def test_shards() -> None:
 
 
 def test_progress_is_a_line_a_minute_and_a_cause_once() -> None:
-    from dsv32_fuzz.events import CounterexampleFound, Progress
-
     said: list[str] = []
     lines = ProgressLines(600.0, said.append)
     lines(Progress(phase="fuzz", done=0.5, text="3 cases"))
@@ -151,9 +152,6 @@ def test_progress_is_a_line_a_minute_and_a_cause_once() -> None:
 
 
 def test_a_result_survives_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsv32_fuzz.campaign_result import CampaignResult, read_result
-    from dsv32_reports.json_file import encode_campaign
-
     use_numbers(monkeypatch, Numbers("even", lambda n: "bad" if n else ""), Numbers("odd"))
     run_numbers(tmp_path, spec=msgspec.structs.replace(SPEC, seed=3))
     result = read_result([tmp_path])

@@ -32,6 +32,7 @@ def night(*, found: bool, corpus_status: Status | None = None, file: str = "") -
         scope="even",
         cause=cause_key("even", SUMMARY),
         summary=SUMMARY,
+        standing="new",
         case=document_of(CASE),
         file=file if corpus_status is Status.FAILED else "",
     )
