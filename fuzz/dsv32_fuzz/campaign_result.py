@@ -19,6 +19,7 @@ from dsv32_fuzz.causes import case_digest
 from dsv32_fuzz.journal import (
     CRASHES,
     JOURNAL,
+    NO_CASE,
     AnyRecord,
     CaseFinished,
     CorpusCaseRun,
@@ -52,18 +53,19 @@ class CheckLine(msgspec.Struct, frozen=True, kw_only=True):
     measured: dict[str, float | int] = {}
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
+class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One cause of failure, with its smallest case."""
 
     check: str
     scope: str
     cause: str
     summary: str
-    standing: Standing = "new"
+    standing: Standing
     """`new`, `known` (the corpus saw it before), or `listed` (in the ledger, so it does not fail the campaign)."""
     since: str = ""
     shrunk: bool = True
-    case: Document | None = None
+    case: Document = NO_CASE
+    """The case, not there if the process died between two cases."""
     file: str = ""
     """Where the case was saved."""
     reference: str = ""
@@ -236,25 +238,24 @@ class _Fold:
             failure = self._failure(record.verdict.check, case.scope, record.verdict.summary, record.case)
             self.keep(msgspec.structs.replace(failure, file=record.file))
             # The case finished just now, so its failures stand as pending; they need no shrinking.
-            same = {k for k, f in self.pending.items() if f.case and _digest(f.case) == run.digest}
+            same = {k for k, f in self.pending.items() if _digest(f.case) == run.digest}
             self.pending = {k: f for k, f in self.pending.items() if k not in same}
 
     def _crash(self, record: Crash) -> None:
         self.crashes += 1
         case = case_in(record.case)
         check = CRASHED if case is None else case.check or self.spec.properties.get(case.scope, (CRASHED,))[0]
-        document = None if case is None else document_of(msgspec.structs.replace(case, check=check))
-        self.keep(self._failure(check, record.scope, f"the process {record.how}", document))
+        self.keep(self._failure(check, record.scope, f"the process {record.how}", record.case))
         self.tallies.setdefault((record.scope, check), _Tally()).statuses.add(Status.FAILED)
 
-    def _failure(
-        self, check: str, scope: str, summary: str, document: Document | None, *, shrunk: bool = True
-    ) -> Failure:
-        case = case_in(document) if document is not None else None
+    def _failure(self, check: str, scope: str, summary: str, document: Document, *, shrunk: bool = True) -> Failure:
+        case = case_in(document)
         if case is not None:
             document = document_of(adopted(msgspec.structs.replace(case, check=check), self.spec))
         cause = cause_key(check, summary)
-        return Failure(check=check, scope=scope, cause=cause, summary=summary, shrunk=shrunk, case=document)
+        return Failure(
+            check=check, scope=scope, cause=cause, summary=summary, standing="new", shrunk=shrunk, case=document
+        )
 
     def keep(self, failure: Failure) -> None:
         """One failure a cause: the smallest case, so that the order of shards does not matter."""
@@ -286,7 +287,7 @@ def _digest(document: Document) -> str:
 
 def _size(failure: Failure) -> tuple[bool, bool, int, bytes]:
     """Shrunk cases first, among them those that the corpus has already, then small ones."""
-    document = bytes(failure.case) if failure.case is not None else b""
+    document = bytes(failure.case)
     return (not failure.shrunk, not failure.file, len(document), document)
 
 

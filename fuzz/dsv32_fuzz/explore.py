@@ -78,16 +78,13 @@ class _Round:
         for verdict in verdicts:
             known = self.totals.get(verdict.check)
             self.totals[verdict.check] = merge([known, verdict]) if known else verdict
-        failed = next((verdict for verdict in verdicts if self._is_news(verdict)), None)
+        failed = next((verdict for verdict in verdicts if _is_news(verdict, self.known)), None)
         if failed:
             self.failing = failed.check
             self.deadline = time.monotonic() + self.shrink_seconds
             case = msgspec.structs.replace(case, check=failed.check)
             self._outcomes[msgspec.json.encode(case)] = failed.summary
             self._fail(case)
-
-    def _is_news(self, verdict: Verdict) -> bool:
-        return verdict.status is Status.FAILED and (verdict.check, cause_of(verdict.summary)) not in self.known
 
     def _shrink(self, case: AnyCase) -> None:
         document = msgspec.json.encode(case)
@@ -100,14 +97,24 @@ class _Round:
 
     def _run_failing(self, case: AnyCase) -> str:
         (verdict,) = self.searched.judge(case, [self.failing])
-        return verdict.summary if verdict.status is Status.FAILED else ""
+        return verdict.summary if _is_news(verdict, self.known) else ""  # so it cannot shrink to a known cause
 
     def _fail(self, case: AnyCase) -> None:
         self.smallest = case
         raise _FalsifiedError(self._outcomes[msgspec.json.encode(case)])
 
 
-def counterexample(searched: Property, case: AnyCase, seconds: float = SHRINK_SECONDS) -> CounterexampleFound:
+def _is_news(verdict: Verdict, known: Container[tuple[str, str]]) -> bool:
+    """Whether a check failed, for a cause that is not known."""
+    return verdict.status is Status.FAILED and (verdict.check, cause_of(verdict.summary)) not in known
+
+
+def counterexample(
+    searched: Property,
+    case: AnyCase,
+    seconds: float = SHRINK_SECONDS,
+    known: Container[tuple[str, str]] = (),
+) -> CounterexampleFound:
     """Shrink a failing case further by other means than drawing, for so long, and ask every check about the rest."""
     deadline = time.monotonic() + seconds
 
@@ -115,7 +122,7 @@ def counterexample(searched: Property, case: AnyCase, seconds: float = SHRINK_SE
         if time.monotonic() >= deadline:
             return False
         (verdict,) = searched.judge(smaller, [case.check])
-        return verdict.status is Status.FAILED
+        return _is_news(verdict, known)
 
     case = searched.smaller(case, fails)
     verdicts = searched.judge(case, searched.checks)
@@ -187,7 +194,7 @@ class Search:
                 return  # Hypothesis gave up drawing: there is nothing new, or too little that is not filtered out
 
     def _found(self, case: AnyCase) -> CounterexampleFound:
-        found = counterexample(self.searched, case, self.shrink_seconds)
+        found = counterexample(self.searched, case, self.shrink_seconds, self.causes)
         if self.causes[case.check, cause_of(found.summary)] >= self.repeats:
             self.set_aside.add(case.check)
         self.learn(found.verdicts)

@@ -43,7 +43,7 @@ def assess(result: CampaignResult, corpus: Corpus, ledger: Ledger | None, ledger
 
 
 def _placed(failure: Failure, seen: dict[str, str], judged: Judged, corpus: Corpus) -> Failure:
-    case = case_in(failure.case) if failure.case is not None else None
+    case = case_in(failure.case)
     if failure.file:
         file = failure.file if "/" in failure.file else str(corpus.folder / failure.file)
     else:

@@ -137,8 +137,8 @@ def test_a_known_defect_does_not_hide_a_second_one(tmp_path: Path, monkeypatch: 
     run_numbers(tmp_path)
     result = read_result([tmp_path])
     assert [f.cause for f in result.failures] == [
-        "even: number # is a multiple of three",
         "even: number # ends in a two",
+        "even: number # is a multiple of three",
     ]
 
 

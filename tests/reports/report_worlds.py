@@ -9,7 +9,7 @@ from typing import Any
 from dsv32_fast.batch import StepBatch
 from dsv32_fast.options import PRESETS
 from dsv32_fuzz.case import Case, save_case
-from dsv32_fuzz.checks.catalogue import STEP_CHECKS
+from dsv32_fuzz.checks.catalogue import INPUT_CHECKS, STEP_CHECKS
 from dsv32_fuzz.events import (
     CounterexampleFound,
     Event,
@@ -35,6 +35,9 @@ def reached(check: str, scope: str, status: Status = Status.PASSED, **measured: 
 def everything(status: Status = Status.PASSED) -> list[VerdictReached]:
     names = [check.name for check in STEP_CHECKS]
     events = [reached(name, scope, status) for name in names for scope in EVERYWHERE]
+    for check in INPUT_CHECKS:
+        verdict = Verdict(check=check.name, status=status, summary="seen", measured={"steps": 1})
+        events.append(VerdictReached(phase=f"check:{check.family}", scope=check.name, verdict=verdict))
     return events + [reached(check, scope, status) for check, scopes in REQUIRED.items() for scope in scopes]
 
 
