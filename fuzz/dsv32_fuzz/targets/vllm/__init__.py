@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -75,6 +76,8 @@ class VllmTarget:
         Raises:
             ValueError: vLLM cannot be imported or driven there; the message says what is missing.
         """
+        if path is not None and not (Path(path) / "vllm" / "__init__.py").is_file():
+            raise ValueError(f"{path} holds no package vllm; give the folder that contains vllm/__init__.py")
         self.worker = Worker(python or default_python())
         self._numbers = iter(range(1 << 62))
         self.setting = {"num_speculative_tokens": num_speculative_tokens}
