@@ -38,7 +38,9 @@ def gate_layers(files: dict[str, Path]) -> list[int]:
     """
     layers = sorted(int(match[1]) for name in files if (match := _GATE.fullmatch(name)))
     if not layers:
-        raise ValueError("no file holds a model.layers.N.mlp.gate.weight; give the folder of a DeepSeek-V3.2 checkpoint")
+        raise ValueError(
+            "no file holds a model.layers.N.mlp.gate.weight; give the folder of a DeepSeek-V3.2 checkpoint"
+        )
     return layers
 
 
@@ -54,7 +56,9 @@ def gates(files: dict[str, Path], layers: list[int]) -> Iterator[Gate]:
         weight_EM, bias_E = (_read(files, opened, name) for name in names)
         if weight_EM.ndim != 2 or bias_E.shape != weight_EM.shape[:1]:
             shapes = f"{tuple(weight_EM.shape)} and {tuple(bias_E.shape)}"
-            raise ValueError(f"layer {layer}: gate weight and bias are {shapes}; expected [experts, width] and [experts]")
+            raise ValueError(
+                f"layer {layer}: gate weight and bias are {shapes}; expected [experts, width] and [experts]"
+            )
         yield Gate(layer, weight_EM, bias_E)
 
 

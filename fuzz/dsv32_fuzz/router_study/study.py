@@ -66,7 +66,7 @@ def bf16_step(value: float) -> float:
 
 
 def collapsed(bias_E: Tensor) -> bool:
-    """Whether bf16 leaves at most half of the bias's distinct values, so that on average two that differed are equal."""
+    """Whether bf16 leaves at most half of the bias's distinct values, so that on average two become one."""
     return 2 * len(bias_E.bfloat16().unique()) <= len(bias_E.unique())
 
 
@@ -162,9 +162,9 @@ def _chosen(biased_TE: Tensor, config: Config) -> Tensor:
 
 
 def margins(logits_TE: Tensor, bias_E: Tensor, config: Config) -> Tensor:
-    """By how much biased scores may move before a choice changes at the nearer cut, [T]: half a gap, as both sides move.
+    """By how much biased scores may move before a choice changes at the nearer cut, [T].
 
-    The group cut compares sums of two scores, so there a quarter of the gap counts.
+    Half a gap, as both sides move. The group cut compares sums of two scores, so there a quarter of the gap counts.
     """
     biased_TE = logits_TE.sigmoid() + bias_E
     score_TG, open_TE = _groups(biased_TE, config)

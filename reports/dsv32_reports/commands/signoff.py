@@ -25,7 +25,8 @@ from dsv32_reports.terminal import ProgressListener, print_report
 @command
 def signoff(
     options: Annotated[
-        str | None, typer.Option("--options", help=f"Options of the in-tree path: {', '.join(PRESETS)}; default pr47766.")
+        str | None,
+        typer.Option("--options", help=f"Options of the in-tree path: {', '.join(PRESETS)}; default pr47766."),
     ] = None,
     set_: Assignments = None,
     target_name: TargetName = "in-tree",

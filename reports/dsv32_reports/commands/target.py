@@ -163,11 +163,46 @@ def target_diff(
 
 
 def _behaviour(folder: Path) -> dict[str, list[Behaviour]]:
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is not prepared; run dsv32 target install vllm=={folder.name} --into {folder.parent}")
-    target = open_target("vllm", path=str(folder))
-    assert isinstance(target, VllmTarget)
+    target = _open(folder)
     try:
         return behaviour(target)
     finally:
         target.close()
+
+
+@app.command("contract")
+@command
+def target_contract(
+    spec: Annotated[str, typer.Argument(help="A prepared release, as vllm==0.24.0.", show_default=False)],
+    into: Into = DEFAULT_FOLDER,
+    aiter_release: Annotated[
+        str | None, typer.Option(help="AITER release whose signatures the emulation shows; default the newest read.")
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Probe a prepared release's kernels and what it assumes of AITER: converters by tracers, contracts by driving.
+
+    Exit 1 if anything is not as the contract says.
+    """
+    torch.set_num_threads(1)
+    target = _open(into / release_of(spec), aiter_release)
+    try:
+        answers = target.probe()
+    finally:
+        target.close()
+    if json:
+        print(msgspec.json.encode(answers).decode())
+    else:
+        print(f"{spec} with AITER {aiter_release or 'as emulated'}")
+        for answer in answers:
+            print(f"  {answer['status']:7} {answer['name']}: {answer['summary']}")
+    return int(any(answer["status"] == Status.FAILED.value for answer in answers))
+
+
+def _open(folder: Path, aiter_release: str | None = None) -> VllmTarget:
+    if not folder.is_dir():
+        spec = f"vllm=={folder.name}"
+        raise ValueError(f"{folder} is not prepared; run dsv32 target install {spec} --into {folder.parent}")
+    target = open_target("vllm", path=str(folder), aiter_release=aiter_release)
+    assert isinstance(target, VllmTarget)
+    return target

@@ -105,6 +105,11 @@ class VllmTarget:
         weakref.finalize(session, self.worker.forget, number)
         return session
 
+    def probe(self) -> list[dict[str, str]]:
+        """The answers of every probe of kernels and contracts: name, status (of `Status`) and summary."""
+        answers: list[dict[str, str]] = self.worker.ask(op="probe")["answers"]
+        return answers
+
     def close(self) -> None:
         """End the worker."""
         self.worker.close()
@@ -202,7 +207,7 @@ def _planner_input(packed: Message | None) -> PlannerInput | None:
 
 
 def _served(step: StepBatch, answer: Message) -> StepBatch | None:
-    """The part of the step that this path serves, if it is not all of it: no padding rows, or only its first requests."""
+    """The part of the step that this path serves, if not all: without padding rows, or only its first requests."""
     count = answer["requests"]
     if count is None:
         return None

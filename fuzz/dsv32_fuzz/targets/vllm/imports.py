@@ -73,7 +73,9 @@ def load(path: str | None, aiter_release: str | None) -> Loaded:
         backend = importlib.import_module(BACKEND)
     except ModuleNotFoundError as error:
         if error.name and BACKEND.startswith(error.name) and error.name != "vllm":
-            raise LookupError(f"this vLLM has no module {error.name}; the ROCm sparse-MLA backend came later") from error
+            raise LookupError(
+                f"this vLLM has no module {error.name}; the ROCm sparse-MLA backend came later"
+            ) from error
         raise
     loaded = Loaded(backend, recorder, _version(), install(backend))
     _tame(loaded)

@@ -56,7 +56,9 @@ class SampledRowLengths:
         self.compared += 1
         if not torch.equal(ours, args[2]):
             row = int((ours != args[2]).nonzero()[0])
-            self.disagreement = f"row {row}: the kernel writes {int(args[2][row])}, min(seq - q + j + 1, topk) is {int(ours[row])}"
+            self.disagreement = (
+                f"row {row}: the kernel writes {int(args[2][row])}, min(seq - q + j + 1, topk) is {int(ours[row])}"
+            )
 
 
 def row_lengths(seqs_B: torch.Tensor, starts_B1: torch.Tensor, out_T: torch.Tensor, topk: int) -> None:

@@ -223,4 +223,3 @@ def _place(arena: Arena, view: torch.Tensor | None) -> dict[str, Any] | None:
         return {"buffer": None, "values": pack(view.numpy())}
     start = view.data_ptr() - arena.memory.data_ptr() - arena.placed[buffer].offset
     return {"buffer": buffer, "start": start // view.itemsize, "shape": list(view.shape)}
-
