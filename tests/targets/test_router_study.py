@@ -64,7 +64,7 @@ def test_the_published_bias_band_collapses_and_choices_flip() -> None:
 
 @pytest.mark.parametrize("shift", [0.0, 0.25])
 def test_a_bias_that_bf16_holds_exactly_neither_collapses_nor_flips(shift: float) -> None:
-    bias_E = torch.arange(256) / 256 * 0.5 + shift  # at most 8 significant bits
+    bias_E = torch.arange(256) % 64 / 128 + shift  # multiples of 2^-7 below 1
     assert torch.equal(bias_E, bias_E.bfloat16().float())
     report = study_layer(gate(bias_E), synthetic(3, WIDTH, 256, 0), CONFIG, seed=0)
     assert not report.collapsed
@@ -103,11 +103,12 @@ def test_bf16_steps_and_collapse_of_simple_values() -> None:
     assert [bf16_step(v) for v in (1.0, 1.99, 2.0, 7.0, 0.5)] == [2**-7, 2**-7, 2**-6, 2**-5, 2**-8]
     assert not collapsed(torch.zeros(256))
     assert not collapsed(torch.tensor([1.0, 1.5]))
+    assert not collapsed(torch.tensor([1.0, 1.001, 1.5, 1.75]))  # three of four are left
     assert collapsed(torch.tensor([7.0, 7.001, 7.002]))
 
 
 def test_the_command_names_the_collapsed_layer_and_the_worst_one(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, {3: torch.arange(256) / 512, 4: band()})
+    write_checkpoint(tmp_path, {3: torch.arange(256) % 64 / 128, 4: band()})
     code, output = run("--checkpoint", str(tmp_path), "--tokens", "64", "--json")
     told = json.loads(output)
     assert code == 1
@@ -153,7 +154,7 @@ def test_a_gate_with_nan_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, {3: bias_E})
     result = CliRunner().invoke(app, ["router", "--checkpoint", str(tmp_path)])
     assert result.exit_code == 2
-    assert "layers.3.ffn.gate.bias" in result.output
+    assert "layers.3.mlp.gate.e_score_correction_bias" in result.output
 
 
 def write_huge(path: Path, gigabytes: int) -> None:
@@ -188,6 +189,7 @@ def test_a_checkpoint_of_100_gigabytes_is_read_in_little_memory(tmp_path: Path) 
         check=False,
     )
     assert done.returncode == 1, done.stderr
+    assert done.stdout, done.stderr
     assert json.loads(done.stdout)["layers"][0]["collapsed"]
     kibibytes = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # the largest child so far, so an upper limit
     assert kibibytes < 2 * 2**20

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dsv32_ref.checkpoint import Checkpoint
+from dsv32_fuzz.router_study.ranges import TensorFile
 
 _GATE = re.compile(r"model\.layers\.(\d+)\.mlp\.gate\.weight")
 ACTIVATION = "layers.{layer}.gate_input"
@@ -31,39 +30,48 @@ class Gate:
     bias_E: Tensor
 
 
-def gate_layers(checkpoint: Checkpoint) -> list[int]:
-    """Layers that have a gate, in order.
+def gate_layers(files: dict[str, Path]) -> list[int]:
+    """Layers that have a gate, in order; `files` is that of `tensor_files`.
 
     Raises:
         ValueError: none has.
     """
-    layers = sorted(int(match[1]) for name in checkpoint.files if (match := _GATE.fullmatch(name)))
+    layers = sorted(int(match[1]) for name in files if (match := _GATE.fullmatch(name)))
     if not layers:
         raise ValueError(
-            f"{checkpoint.folder} holds no model.layers.N.mlp.gate.weight; give a DeepSeek-V3.2 checkpoint"
+            "no file holds a model.layers.N.mlp.gate.weight; give the folder of a DeepSeek-V3.2 checkpoint"
         )
     return layers
 
 
-def gates(checkpoint: Checkpoint, layers: list[int]) -> Iterator[Gate]:
+def gates(files: dict[str, Path], layers: list[int]) -> Iterator[Gate]:
     """The gates of `layers`, one at a time.
 
     Raises:
         ValueError: a tensor is missing, damaged, of a wrong shape, or not finite; the message names it.
     """
+    opened: dict[Path, TensorFile] = {}
     for layer in layers:
-        names = (f"layers.{layer}.ffn.gate.weight", f"layers.{layer}.ffn.gate.bias")
-        found = checkpoint.read(names)
-        weight_EM, bias_E = (found[name] for name in names)
+        names = (f"model.layers.{layer}.mlp.gate.weight", f"model.layers.{layer}.mlp.gate.e_score_correction_bias")
+        weight_EM, bias_E = (_read(files, opened, name) for name in names)
         if weight_EM.ndim != 2 or bias_E.shape != weight_EM.shape[:1]:
             shapes = f"{tuple(weight_EM.shape)} and {tuple(bias_E.shape)}"
             raise ValueError(
                 f"layer {layer}: gate weight and bias are {shapes}; expected [experts, width] and [experts]"
             )
-        for name, tensor in zip(names, (weight_EM, bias_E), strict=True):
-            if not tensor.is_floating_point() or not bool(tensor.float().isfinite().all()):
-                raise ValueError(f"{name} holds values that are not finite numbers; download the checkpoint again")
         yield Gate(layer, weight_EM, bias_E)
+
+
+def _read(files: dict[str, Path], opened: dict[Path, TensorFile], name: str) -> Tensor:
+    path = files.get(name)
+    if path is not None and path not in opened:
+        opened[path] = TensorFile(path)
+    if path is None or name not in opened[path].tensors:
+        raise ValueError(f"{name} is in no file of the checkpoint; download it again")
+    tensor = opened[path].read(name)
+    if not bool(tensor.float().isfinite().all()):
+        raise ValueError(f"{path}: {name} holds values that are not finite numbers; download the checkpoint again")
+    return tensor
 
 
 class Activations:
@@ -74,12 +82,7 @@ class Activations:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._file = safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is not a readable safetensors file ({error}); record it again") from None
-        self._names = set(self._file.keys())
+        self.file = TensorFile(path)
 
     def of(self, layer: int, width: int, tokens: int) -> Tensor:
         """The first `tokens` recorded inputs of a layer, [T, M] in the recorded dtype.
@@ -87,12 +90,12 @@ class Activations:
         Raises:
             ValueError: not recorded, or of another width.
         """
-        name = ACTIVATION.format(layer=layer)
-        if name not in self._names:
-            raise ValueError(f"{self.path} has no {name}; record every mixture layer, or name others with --layers")
-        x_TM: Tensor = self._file.get_slice(name)[:tokens]
+        name, path = ACTIVATION.format(layer=layer), self.file.path
+        if name not in self.file.tensors:
+            raise ValueError(f"{path} has no {name}; record every mixture layer, or name others with --layers")
+        x_TM = self.file.read(name, tokens)
         if x_TM.ndim != 2 or x_TM.shape[1] != width or not len(x_TM):
-            raise ValueError(f"{self.path}: {name} is {tuple(x_TM.shape)}; expected [tokens, {width}]")
+            raise ValueError(f"{path}: {name} is {tuple(x_TM.shape)}; expected [tokens, {width}]")
         return x_TM
 
 

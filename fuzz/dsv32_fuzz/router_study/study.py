@@ -49,7 +49,7 @@ class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
     bf16_step: float
     """Spacing of bf16 at the largest bias."""
     collapsed: bool
-    """The step is wider than the mean spacing of the bias values, so neighbouring experts become equal."""
+    """bf16 leaves at most half of the distinct values."""
     flips: dict[str, Rate]
     margin_median: float
     """Of the biased score by which a choice is made, at the nearer of its two cuts: experts and groups."""
@@ -66,12 +66,8 @@ def bf16_step(value: float) -> float:
 
 
 def collapsed(bias_E: Tensor) -> bool:
-    """Whether bf16's step at the bias exceeds the mean spacing of its values."""
-    values = bias_E.double().unique()
-    if len(values) < 2:
-        return False
-    spacing = float(values[-1] - values[0]) / (len(values) - 1)
-    return bf16_step(float(values.abs().max())) > spacing and len(values.bfloat16().unique()) < len(values)
+    """Whether bf16 leaves at most half of the bias's distinct values, so that on average two become one."""
+    return 2 * len(bias_E.bfloat16().unique()) <= len(bias_E.unique())
 
 
 def study_layer(gate: Gate, x_TM: Tensor, config: Config, *, seed: int) -> LayerReport:
@@ -82,6 +78,8 @@ def study_layer(gate: Gate, x_TM: Tensor, config: Config, *, seed: int) -> Layer
     """
     if len(x_TM) < 2:
         raise ValueError(f"layer {gate.layer}: {len(x_TM)} tokens; at least 2 are needed")
+    if len(gate.bias_E) != config.n_routed_experts:
+        raise ValueError(f"layer {gate.layer} has {len(gate.bias_E)} experts, its config {config.n_routed_experts}")
     logits_TE = x_TM.float() @ gate.weight_EM.float().T
     measured, other = logits_TE[: len(x_TM) // 2], logits_TE[len(x_TM) // 2 :]
     bias_E = gate.bias_E.float()
@@ -164,9 +162,9 @@ def _chosen(biased_TE: Tensor, config: Config) -> Tensor:
 
 
 def margins(logits_TE: Tensor, bias_E: Tensor, config: Config) -> Tensor:
-    """By how much biased scores may move before a choice changes at the nearer cut, [T]: half a gap, as both sides move.
+    """By how much biased scores may move before a choice changes at the nearer cut, [T].
 
-    The group cut compares sums of two scores, so there a quarter of the gap counts.
+    Half a gap, as both sides move. The group cut compares sums of two scores, so there a quarter of the gap counts.
     """
     biased_TE = logits_TE.sigmoid() + bias_E
     score_TG, open_TE = _groups(biased_TE, config)

@@ -1,4 +1,4 @@
-"""Step sequences with a purpose, for any target: each puts one assumption of a cached or tail-cleared builder to the test.
+"""Step sequences with a purpose, for any target: each tests one assumption of a cached or tail-cleared builder.
 
 They follow from what the planner input is, L(r, j) = min(seq - q + j + 1, topk), and from nothing that a release does:
 neighbours whose clamped sequence lengths, row counts and longest queries agree while their rows do not.

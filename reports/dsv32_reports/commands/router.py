@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as json_module
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dsv32_fuzz.router_study.gates import Activations, Gate, gate_layers, gates, synthetic
+from dsv32_fuzz.router_study.ranges import tensor_files
 from dsv32_fuzz.router_study.study import LayerReport, Rate, study_layer
-from dsv32_ref.checkpoint import Checkpoint
 from dsv32_ref.config import Config
 from dsv32_reports.commands.common import Json, command
 
@@ -34,16 +35,17 @@ def router(
     """Measure what rounding router logits and bias to bf16 changes on a checkpoint, layer by layer.
 
     Reads only gate weights and correction biases. A flip is a token whose set of experts changes. Exit 1 if the bias of
-    a layer collapses: bf16's step is wider than the spacing of its values.
+    a layer collapses: bf16 leaves at most half of its distinct values.
     """
     torch.set_num_threads(1)
-    opened = Checkpoint(checkpoint)
-    chosen = _chosen(layers, gate_layers(opened))
+    files = tensor_files(checkpoint)
+    chosen = _chosen(layers, gate_layers(files))
+    config = _config(checkpoint)
     recorded = Activations(activations) if activations else None
     reports: list[LayerReport] = []
-    for gate in gates(opened, chosen):
+    for gate in gates(files, chosen):
         x_TM = _inputs(gate, recorded, tokens, seed)
-        reports.append(study_layer(gate, x_TM, _config(checkpoint, opened, gate), seed=seed))
+        reports.append(study_layer(gate, x_TM, config, seed=seed))
     inputs = f"recorded: {activations}" if activations else SYNTHETIC
     worst = max(reports, key=lambda report: report.flips["both"].rate)
     if json:
@@ -69,14 +71,15 @@ def _inputs(gate: Gate, recorded: Activations | None, tokens: int, seed: int) ->
     return recorded.of(gate.layer, width, tokens)
 
 
-def _config(folder: Path, opened: Checkpoint, gate: Gate) -> Config:
+def _config(folder: Path) -> Config:
     """The routing rule of config.json, or DeepSeek-V3.2's where the folder has none."""
-    config = opened.config() if (folder / "config.json").is_file() else Config()
-    if config.n_routed_experts != len(gate.bias_E):
-        raise ValueError(
-            f"layer {gate.layer}: {len(gate.bias_E)} experts, but the config says {config.n_routed_experts}"
-        )
-    return config
+    path = folder / "config.json"
+    if not path.is_file():
+        return Config()
+    try:
+        return Config.from_hf(json_module.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no config of the model ({error}); download it again") from None
 
 
 def _show(reports: list[LayerReport], worst: LayerReport, inputs: str) -> None:

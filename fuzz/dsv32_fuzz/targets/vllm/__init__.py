@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -75,6 +76,8 @@ class VllmTarget:
         Raises:
             ValueError: vLLM cannot be imported or driven there; the message says what is missing.
         """
+        if path is not None and not (Path(path) / "vllm" / "__init__.py").is_file():
+            raise ValueError(f"{path} holds no package vllm; give the folder that contains vllm/__init__.py")
         self.worker = Worker(python or default_python())
         self._numbers = iter(range(1 << 62))
         self.setting = {"num_speculative_tokens": num_speculative_tokens}
@@ -101,6 +104,11 @@ class VllmTarget:
         session = VllmSession(self.worker, number, _map(answer["arena"]))
         weakref.finalize(session, self.worker.forget, number)
         return session
+
+    def probe(self) -> list[dict[str, str]]:
+        """The answers of every probe of kernels and contracts: name, status (of `Status`) and summary."""
+        answers: list[dict[str, str]] = self.worker.ask(op="probe")["answers"]
+        return answers
 
     def close(self) -> None:
         """End the worker."""
@@ -199,7 +207,7 @@ def _planner_input(packed: Message | None) -> PlannerInput | None:
 
 
 def _served(step: StepBatch, answer: Message) -> StepBatch | None:
-    """The part of the step that this path serves, if it is not all of it: no padding rows, or only its first requests."""
+    """The part of the step that this path serves, if not all: without padding rows, or only its first requests."""
     count = answer["requests"]
     if count is None:
         return None

@@ -90,8 +90,6 @@ def _kernels(aiter: ModuleType) -> Any:
 
 
 def _put_first(folder: Path) -> None:
-    if not (folder / "vllm" / "__init__.py").is_file():
-        raise LookupError(f"{folder} holds no package vllm; give the folder that contains vllm/__init__.py")
     sys.path.insert(0, str(folder))
     if not list(folder.glob("vllm-*.dist-info")) and not list(folder.glob("vllm.egg-info")):
         # vLLM asks for the version of its own distribution, and without one it leaves Triton out.

@@ -114,16 +114,12 @@ class Worker:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(OSError):
-        if process.stdin is not None:
-            process.stdin.close()
-    try:
-        process.wait(timeout=5)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
+    process.kill()  # it holds nothing that wants to be written
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
 
 
 def _python_path() -> str:

@@ -1,0 +1,141 @@
+"""A package that looks like vLLM where the target looks, small enough to be read, with defects on demand.
+
+It is written into a folder and driven there exactly as a real vLLM: imported by the worker under the name `vllm`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PLATFORMS = """
+class Platform:
+    @classmethod
+    def num_compute_units(cls, *_):
+        raise RuntimeError("no GPU here")
+
+current_platform = Platform()
+"""
+
+COMMON = """
+from dataclasses import dataclass
+import torch
+
+@dataclass
+class CommonAttentionMetadata:
+    query_start_loc: torch.Tensor
+    query_start_loc_cpu: torch.Tensor
+    seq_lens: torch.Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+"""
+
+BACKEND = """
+from types import SimpleNamespace
+import torch
+from aiter import dtypes, get_mla_metadata_info_v1
+from vllm.platforms import current_platform
+
+KEY, CLEAR, ROWS, PERSISTENT, MOVES = {key!r}, {clear!r}, {rows!r}, {persistent!r}, {moves!r}
+FIELDS = ("work_meta_data", "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map")
+print("a line on standard output")  # must not reach the messages
+
+
+class FakeBackend:
+    @staticmethod
+    def get_builder_cls():
+        return FakeBuilder
+
+
+class FakeBuilder:
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+        rows, self.topk = vllm_config.scheduler_config.max_num_batched_tokens, vllm_config.model_config.hf_config.index_topk
+        self.heads = max(16, vllm_config.model_config.get_num_attention_heads(None))
+        self.req_ids = torch.zeros(rows, dtype=torch.int32)
+        self.qo = torch.arange(rows + 1, dtype=torch.int32)
+        self.last = torch.ones(rows, dtype=torch.int32)
+        self.indices = torch.zeros(rows * self.topk, dtype=torch.int32)
+        self.indptr = torch.zeros(rows + 1, dtype=torch.int32)
+        info = get_mla_metadata_info_v1(rows, 1, self.heads, torch.bfloat16, torch.bfloat16, is_sparse=True, fast_mode=True)
+        for field, (shape, dtype) in zip(FIELDS, info):
+            setattr(self, "my_" + field, torch.empty(shape, dtype=dtype))
+        self.last_key, self.extents = None, (0, 0)
+
+    def build(self, common_prefix_len, cam, fast_build=False):
+        assert cam.query_start_loc is not cam.query_start_loc_cpu
+        q = torch.diff(cam.query_start_loc_cpu)
+        live = int(q.sum())
+        rows = cam.num_actual_tokens if ROWS == "padded" else live
+        req_extent, index_extent = self.extents
+        if CLEAR:
+            self.req_ids[live:max(live, req_extent)] = 0
+            self.indices[rows * self.topk : max(rows * self.topk, index_extent)] = 0
+        self.extents = (live, rows * self.topk)
+        ids = torch.repeat_interleave(torch.arange(len(q)), q.long())
+        self.req_ids[:live] = ids.int()
+        lens = torch.zeros(rows, dtype=torch.int32)
+        seen = cam.seq_lens - q - cam.query_start_loc_cpu[:-1]
+        lens[:live] = (seen[ids] + torch.arange(live) + 1).clamp_max(self.topk).int()
+        self.indptr[1 : rows + 1] = torch.cumsum(lens, 0)
+        self.indptr[rows + 1 :] = int(self.indptr[rows])
+        persistent = PERSISTENT == "always" or int(q.max()) == 1
+        key = (rows, int(q.max()), self.heads, tuple(cam.seq_lens.clamp_max(self.topk).tolist()))
+        if KEY == "full":
+            key += (tuple((cam.seq_lens - q).clamp_max(self.topk).tolist()), tuple(q.tolist()))
+        plan = [getattr(self, "my_" + field) for field in FIELDS]
+        if persistent and (KEY is None or key != self.last_key):
+            from aiter import get_mla_metadata_v1
+
+            meta, indptr, info, reduce, final, partial = plan
+            get_mla_metadata_v1(
+                self.qo[: rows + 1], self.indptr[: rows + 1], self.last[:rows], self.heads, 1, True,
+                meta, info, indptr, reduce, final, partial, page_size=1, kv_granularity=16, max_seqlen_qo=1,
+                uni_seqlen_qo=1, fast_mode=True, max_split_per_batch=min(64, current_platform.num_compute_units()),
+            )
+            torch.cuda.current_stream().synchronize()
+            if KEY is not None:
+                self.last_key = key
+        indptr_view = self.indptr[: rows + 1].clone() if MOVES else self.indptr[: rows + 1]
+        return SimpleNamespace(
+            num_actual_tokens=cam.num_actual_tokens, max_query_len=cam.max_query_len,
+            req_id_per_token=self.req_ids[:rows], qo_indptr=self.qo[: rows + 1], paged_kv_indptr=indptr_view,
+            paged_kv_last_page_len=self.last[:rows], paged_kv_indices=self.indices[: rows * self.topk],
+            **dict(zip(FIELDS, plan if persistent else [None] * 6)),
+        )
+"""
+
+
+def write_fake(
+    folder: Path,
+    *,
+    key: str | None = "full",
+    clear: bool = True,
+    rows: str = "padded",
+    persistent: str = "always",
+    moves: bool = False,
+    prologue: str = "",
+) -> Path:
+    """Write the package; the defaults are without a defect.
+
+    Args:
+        folder: where the folder `vllm` is made.
+        key: `full`, `old` (as of vLLM #42982), or None for no cache.
+        clear: whether what a shrinking step leaves is cleared.
+        rows: `padded`, or `live` for a release that leaves padding rows out.
+        persistent: `always`, or `decode` for a release that plans only steps of one token per request.
+        moves: whether a view moves from step to step.
+        prologue: statements at the start of the backend module.
+    """
+    backend = BACKEND.format(key=key, clear=clear, rows=rows, persistent=persistent, moves=moves)
+    files = {
+        "__init__.py": "",
+        "platforms.py": PLATFORMS,
+        "v1/attention/backend.py": COMMON,
+        "v1/attention/backends/mla/rocm_aiter_mla_sparse.py": prologue + backend,
+    }
+    for name, text in files.items():
+        path = folder / "vllm" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
