@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from dsv32_reports.commands import bench, bounds, doctor, golden, replay, signoff, tp
+from dsv32_reports.commands import bench, bounds, doctor, golden, replay, signoff, tp, trace
 from dsv32_reports.interrupt import interrupts
 
 HELP = """Decide whether an optimised DeepSeek-V3.2 decode path on AMD MI355X may be deployed.
@@ -32,6 +32,7 @@ app.command()(golden.golden)
 app.command()(bounds.bounds)
 app.command()(doctor.doctor)
 app.command()(tp.tp)
+app.command()(trace.trace)
 bench_app.command("plan")(bench.bench_plan_command)
 bench_app.command("ref")(bench.bench_ref_command)
 
