@@ -19,6 +19,7 @@ from dsv32_reports.commands import (
     signoff,
     target,
     tp,
+    trace,
     verify,
 )
 from dsv32_reports.interrupt import interrupts
@@ -56,6 +57,7 @@ app.command()(doctor.doctor)
 app.command()(faults.faults)
 app.command()(tp.tp)
 app.command()(router.router)
+app.command()(trace.trace)
 bench_app.command("plan")(bench.bench_plan_command)
 bench_app.command("ref")(bench.bench_ref_command)
 bench_app.command("checks")(bench_checks.bench_checks_command)

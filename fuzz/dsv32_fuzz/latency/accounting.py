@@ -132,11 +132,11 @@ class LaunchCounter(TorchDispatchMode):
             self.bytes_cleared += target.nbytes
 
 
-class HostData(TorchFunctionMode):
+class HostData(TorchFunctionMode):  # type: ignore[no-untyped-call]
     """Notes tensors that `torch.tensor` makes on `meta` from host data: torch does not dispatch those."""
 
     def __init__(self, counter: LaunchCounter) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._counter = counter
 
     def __torch_function__(
@@ -168,7 +168,13 @@ def count_step(
     buffers = (builder.req_id_per_token_N, builder.paged_kv_indices_NK, builder.paged_kv_indptr_N1)
     counter = LaunchCounter(seam, path.device, buffers, memo)
     # Without data a boolean mask cannot choose: let it choose everything on `meta`, where torch would refuse it.
-    with HostData(counter), counter, fx_config.patch(meta_nonzero_assume_all_nonzero=True):
+    with (
+        HostData(counter),
+        counter,
+        fx_config.patch(  # type: ignore[attr-defined]
+            meta_nonzero_assume_all_nonzero=True
+        ),
+    ):
         path.decode(state, tokens, padded_rows=padded_rows, tap=counter.tap)
     kernels = seam.calls - before
     return StepCounts(

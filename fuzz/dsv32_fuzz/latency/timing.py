@@ -61,12 +61,12 @@ def device_clock(run: Callable[[], None]) -> float:
     """
     if not torch.cuda.is_available():
         raise RuntimeError("torch sees no GPU, so there are no device events; use cpu_clock or wall_clock")
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     run()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 def flush(device: str = "cpu") -> Callable[[], None]:
