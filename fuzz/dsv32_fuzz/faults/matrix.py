@@ -48,7 +48,7 @@ class Effort:
 
 
 GATES: dict[Gate, Effort] = {
-    "ci": Effort(passes=(10, 50, 200), seconds=15.0, shrink_seconds=1.0, every_cell=False, control_examples=50),
+    "ci": Effort(passes=(10, 50, 200), seconds=15.0, shrink_seconds=1.0, every_cell=False, control_examples=25),
     "nightly": Effort(passes=(200,), seconds=600.0, shrink_seconds=10.0, every_cell=True, control_examples=500),
 }
 
