@@ -83,7 +83,7 @@ class _Pages(MetadataBuilder):
 
 class _Truncated(MetadataBuilder):
     def _key(self, step: StepBatch) -> Hashable:
-        bytes_B = [np.asarray(lens, dtype=np.uint8).tobytes() for lens in _lens(step, self.config.topk)]
+        bytes_B = [np.asarray(lens).astype(np.uint8).tobytes() for lens in _lens(step, self.config.topk)]
         return (*_scalars(step, self), *bytes_B)
 
 

@@ -71,7 +71,7 @@ def _same_output(call: Call, z_THC: Tensor) -> Tensor:
     for request in metadata.req_id_per_token_T[live].unique().tolist():
         rows = (live & (metadata.req_id_per_token_T == request)).nonzero().flatten()
         if len(rows) & (len(rows) - 1):
-            z_THC[rows] = z_THC[rows[0]]
+            z_THC[rows] = z_THC[rows[0]].clone()
     return z_THC
 
 

@@ -20,8 +20,7 @@ class Kill(msgspec.Struct, frozen=True, kw_only=True):
     examples: int
     """Examples of all properties that were judged until then."""
     seconds: float
-    """Time until the first failing example, the search of other properties before it included; 0 where another check's
-    case killed."""
+    """CPU time until the first failing example, the search of other properties before it included."""
     summary: str
     case: AnyCase | None = None
     """The shrunk case, where the check was searched itself."""
@@ -109,7 +108,7 @@ class KillMatrix(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def median_seconds(self) -> float:
-        """Median time to the first failing example over the killed faults, 0 if none was killed."""
+        """Median CPU time to the first failing example over the killed faults, 0 if none was killed."""
         return statistics.median([row.kills[0].seconds for row in self.rows if row.killed] or [0.0])
 
     def counts(self) -> dict[str, tuple[int, int]]:
