@@ -25,7 +25,8 @@ from dsv32_fuzz.verdict import Status
 def test_choice_passes(preset: str) -> None:
     found = faultless(RouterChoice, preset, examples=50 if preset == "pr47766" else 17)
     assert 0.1 < found.worst_budget_used <= 1
-    assert found.measured["rows_flipped"] > 0  # ties do fall another way than in the reference
+    if preset == "pr47766":  # its ties do fall another way than in the reference
+        assert found.measured["rows_flipped"] > 0
     assert found.measured["rows_decided"] > found.measured["rows"] // 3
 
 
