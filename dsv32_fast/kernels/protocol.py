@@ -254,7 +254,7 @@ class IndexerKernels(Protocol):
         k: int = 2048,
         stable: bool = False,
     ) -> None:
-        """Indices of the k largest of each prefill row, counted from its start."""
+        """Columns of the k largest of each prefill row; AITER's first releases counted from the row's start."""
         ...
 
 
