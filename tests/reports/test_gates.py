@@ -161,3 +161,12 @@ def test_everything_shown_is_escaped() -> None:
     page = render_html(msgspec.structs.replace(report, findings=[finding]))
     assert "<img" not in page
     assert page.count("&lt;img") >= 12
+
+
+def test_coverage_is_shown_as_counted() -> None:
+    report = fold(whole_run(), "run")
+    assert (report.coverage.cases, report.coverage.steps) == (1, 3)
+    assert report.coverage.visited == 1 < report.coverage.possible
+    assert sum(sum(row.values()) for row in report.coverage.steps_by_length_and_query.values()) == 3
+    assert report.coverage.rare_events["row crosses topk"] == 1
+    assert "1 step sequences of 3 steps" in render_html(report)
