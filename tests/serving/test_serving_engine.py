@@ -197,14 +197,10 @@ def test_the_machine_shrinks_the_published_defect() -> None:
     machine.teardown()
 
 
-ServingOfTheRepairedKey = machine_for(GOOD).TestCase
-ServingOfTheRepairedKey.settings = settings(
+TestServingOfTheRepairedKey = machine_for(GOOD).TestCase
+TestServingOfTheRepairedKey.settings = settings(
     max_examples=8, stateful_step_count=10, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
-
-
-class TestServingOfTheRepairedKey(ServingOfTheRepairedKey):  # type: ignore[misc, valid-type]
-    """The state machine as pytest shows it."""
 
 
 def test_a_watch_is_a_case_step_by_step() -> None:
