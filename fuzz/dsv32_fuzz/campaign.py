@@ -73,7 +73,7 @@ PROFILES: dict[str, Profile] = {
         workload_seconds=45,
         fuzz_seconds=14,
         fuzz_examples=100,
-        check_seconds=1.5,
+        check_seconds=1.0,
         check_examples=10,
         table_requests=(640, 128),
     ),

@@ -64,7 +64,7 @@ def test_a_lost_worker_costs_its_task_and_nothing_else(tmp_path: Path, monkeypat
         for event in events:
             last = event
             workers = {int(path.name.partition("-")[2]) for path in told.iterdir()}
-            if not killed and len(workers) == 2:
+            if not killed and workers:
                 killed = min(workers)
                 os.kill(killed, signal.SIGKILL)
     finally:
