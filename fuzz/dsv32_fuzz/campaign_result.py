@@ -109,7 +109,7 @@ class CampaignResult(msgspec.Struct, frozen=True, kw_only=True):
     listed: dict[str, str] = {}
     """`check: cause` that the ledger allows, and the reference of its entry."""
     cells: dict[str, int] = {}
-    """Cells of the input space, and how many cases lay in each."""
+    """Cells of the input space, and `event: NAME` for each rare event, with the number of cases that reached it."""
 
     @property
     def status(self) -> Status:
