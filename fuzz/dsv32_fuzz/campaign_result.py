@@ -324,8 +324,8 @@ def _content_key(folder: Path) -> bytes:
 
 
 def _identity(spec: CampaignSpec) -> CampaignSpec:
-    """What must agree: neither where examples are shared nor what was in quarantine changes what a case means."""
-    return msgspec.structs.replace(spec, examples="", quarantine={}, case_seconds=0.0)
+    """What must agree: where a target or shared examples lie on a machine does not change what a case means."""
+    return msgspec.structs.replace(spec, arguments={}, examples="", quarantine={}, case_seconds=0.0)
 
 
 def _result(fold: _Fold, shards: list[int]) -> CampaignResult:
