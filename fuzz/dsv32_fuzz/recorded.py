@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from dsv32_fuzz.case import AnyCase, Case
 from dsv32_fuzz.causes import case_digest
+from dsv32_fuzz.checks import told
 from dsv32_fuzz.journal import Journal
 from dsv32_fuzz.properties import Property, properties
 from dsv32_fuzz.targets import Target
@@ -79,7 +80,13 @@ class Recorded:
 
     def _run(self, case: AnyCase, checks: Sequence[str], attempt: int) -> list[Verdict]:
         self.journal.begin(case, attempt)
-        verdicts = self.searched.judge(case, checks)
+        try:
+            verdicts = self.searched.judge(case, checks)
+        except OSError:  # a full disk is no finding
+            raise
+        except Exception as error:  # what the target raises is judged further down: this is the check's own
+            summary = f"the check itself {told(error).removeprefix('the target ')}"
+            verdicts = [Verdict(check=name, status=Status.FAILED, summary=summary) for name in checks]
         self.journal.finish(case, verdicts, cells_of(case))
         return verdicts
 

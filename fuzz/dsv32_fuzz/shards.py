@@ -30,6 +30,7 @@ import msgspec
 from dsv32_fast.options import Options
 from dsv32_fuzz.case import AnyCase, decode_case, write_atomically
 from dsv32_fuzz.causes import case_digest
+from dsv32_fuzz.checks import told
 from dsv32_fuzz.events import CounterexampleFound, Event
 from dsv32_fuzz.explore import SHRINK_SECONDS, Search
 from dsv32_fuzz.journal import (
@@ -256,8 +257,16 @@ class Shard:
             return True
         before = self.journal.number
         search.shrink_seconds = min(SHRINK_SECONDS, max(1.0, self.plan.left))
-        for event in search.slice(min(seconds, self.plan.left), at_least, at_most=min(at_most, self.plan.left)):
-            self._keep(search, event)
+        try:
+            for event in search.slice(min(seconds, self.plan.left), at_least, at_most=min(at_most, self.plan.left)):
+                self._keep(search, event)
+        except OSError:  # a full disk is no finding
+            raise
+        except Exception as error:  # one property that cannot be drawn from must not end the others' search
+            how = f"cannot draw for {search.searched.scope}: {told(error).removeprefix('the target raised ')}"
+            crash = Crash(at=self.journal.elapsed, how=how, scope=search.searched.scope)
+            append_durably(self.plan.own_folder / CRASHES, crash)
+            return False
         return bool(search.active) and (self.journal.number > before or search.executed < at_least)
 
     def _keep(self, search: Search, event: Event) -> None:
