@@ -226,7 +226,6 @@ def explore(searched: Property, *, run_seed: int, seconds: float, examples: int 
 def _run_round(current: _Round, number: int, database: ExampleDatabase | None) -> None:
     reuse = (Phase.reuse,) if database is not None else ()
 
-    @seed(number)
     @settings(
         max_examples=EXAMPLES_PER_ROUND,
         database=database,
@@ -237,6 +236,7 @@ def _run_round(current: _Round, number: int, database: ExampleDatabase | None) -
         suppress_health_check=list(HealthCheck),
         verbosity=Verbosity.quiet,
     )
+    @seed(number)  # below the settings: it takes the database out of those that are there
     @given(current.searched.cases())
     def falsify(case: AnyCase) -> None:
         current.test(case)

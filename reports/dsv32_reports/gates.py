@@ -15,7 +15,7 @@ from dsv32_fuzz.verdict import Status, Verdict, worst
 from dsv32_reports.model import Gate, Outcome, ScopeLine, Traffic
 from dsv32_reports.policy import DEFAULT, Policy
 
-EVERYWHERE = ("workload", "decode", "mtp_decode", "chunked_prefill", "mixed")
+EVERYWHERE = ("workload", "decode", "mtp_decode", "chunked_prefill", "mixed", "serving", "batch_mixes")
 REQUIRED: dict[str, tuple[str, ...]] = {
     "recorded_plans": ("aiter_e404860_v1", "aiter_e404860_undefined"),
     "key_exhaustive": ("decode", "any_query_length"),
@@ -79,6 +79,8 @@ SCOPE_TITLES = {
     "mtp_decode": "pure MTP decode, q > 1",
     "chunked_prefill": "chunked prefill",
     "mixed": "mixed batches, padding, idle and capture builds",
+    "serving": "a small serving engine's actions",
+    "batch_mixes": "batch mixes: ramps, churn, permutations, captures",
     "any_query_length": "any query lengths",
     "workload": "serving runs of the PR's workload",
     "aiter_e404860_v1": "plans recorded from AITER e404860",
