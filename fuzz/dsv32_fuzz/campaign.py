@@ -72,7 +72,7 @@ PROFILES: dict[str, Profile] = {
     ),
     "signoff": Profile(
         workload_seconds=45,
-        fuzz_seconds=14,
+        fuzz_seconds=10,
         fuzz_examples=100,
         check_seconds=1.0,
         check_examples=10,
