@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from dsv32_reports.commands import bench, bounds, doctor, golden, replay, signoff, tp, trace
+from dsv32_reports.commands import bench, bench_latency, bounds, doctor, golden, replay, signoff, tp, trace
 from dsv32_reports.interrupt import interrupts
 
 HELP = """Decide whether an optimised DeepSeek-V3.2 decode path on AMD MI355X may be deployed.
@@ -35,6 +35,10 @@ app.command()(tp.tp)
 app.command()(trace.trace)
 bench_app.command("plan")(bench.bench_plan_command)
 bench_app.command("ref")(bench.bench_ref_command)
+bench_app.command("step")(bench_latency.bench_step_command)
+bench_app.command("selftest")(bench_latency.bench_selftest_command)
+bench_app.command("claims")(bench_latency.bench_claims_command)
+bench_app.command("workload")(bench_latency.bench_workload_command)
 
 
 def main() -> None:

@@ -191,7 +191,7 @@ def count_step(
 
 @functools.cache
 def _facts(func: Any) -> tuple[str, bool]:
-    """The operator's name, and whether it does work: not a view (its result aliases an input that it does not write)."""
+    """The operator's name, and whether it does work: a view's result aliases an input that it does not write."""
     name: str = func._schema.name.removeprefix("aten::")
     view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
     return name, not view and name not in _NO_WORK
