@@ -179,7 +179,7 @@ def tally(work, device: str = "cpu", persistent: tuple[torch.Tensor, ...] = ()) 
 def test_what_waits_for_the_device() -> None:
     x, mask, i = torch.arange(6.0), torch.tensor([True, False] * 3), torch.tensor([0, 2])
     waits = {
-        "item": lambda: x[0].item(),
+        "item": x[0].item,
         "bool": lambda: bool(x[0] > 1),
         "mask": lambda: x[mask],
         "mask write": lambda: x.index_put_((mask,), torch.zeros(3)),

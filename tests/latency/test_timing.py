@@ -1,4 +1,4 @@
-"""Interval, verdict, budget, pairs and the roofline: what they say of known data. Nothing here judges a measured time."""
+"""Interval, verdict, budget, pairs and the roofline on known data. Nothing here judges a measured time."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from dsv32_fuzz.latency.timing import (
     time_pairs,
     wall_clock,
 )
-from dsv32_reports.cli import app
 from dsv32_ref.config import Config
+from dsv32_reports.cli import app
 
 
 def draws(effect: float, spread: float, pairs: int, seed: int) -> np.ndarray:
@@ -139,15 +139,15 @@ def test_pairs_interleave_in_random_order_with_fresh_inputs() -> None:
 def test_a_block_lasts_long_enough() -> None:
     script = Script({"A": 0.003})
     assert runs_per_block(script.subject("A"), script.clock) == 7
-    assert runs_per_block(Script({"A": 1.0}).subject("A"), lambda run: 1.0) == 1
+    assert runs_per_block(Script({"A": 1.0}).subject("A"), lambda _run: 1.0) == 1
 
 
 def test_times_below_the_floor_are_an_error() -> None:
     script = Script({"A": 1.0, "B": 0.5})
-    with pytest.raises(ImpossibleTimeError, match="B took 0.5 s, at or below its roofline floor of 0.6 s"):
+    with pytest.raises(ImpossibleTimeError, match=r"B took 0\.5 s, at or below its roofline floor of 0\.6 s"):
         time_pairs(script.subject("A"), script.subject("B", floor=0.6), 1, 1, clock=script.clock)
     with pytest.raises(ImpossibleTimeError, match="took 0 s"):
-        time_pairs(script.subject("A"), script.subject("A"), 1, 1, clock=lambda run: 0.0)
+        time_pairs(script.subject("A"), script.subject("A"), 1, 1, clock=lambda _run: 0.0)
 
 
 def test_the_roofline_of_the_real_model() -> None:
@@ -195,7 +195,7 @@ def test_a_fresh_process_gives_samples_or_its_last_line() -> None:
     )
     samples = time_in_fresh_process(spec)
     assert (len(samples.blocks_a), len(samples.blocks_b[0]), samples.a) == (2, 1, "A")
-    with pytest.raises(RuntimeError, match="timing process ended with 1: .*batch is 0"):
+    with pytest.raises(RuntimeError, match=r"timing process ended with 1: .*batch is 0"):
         time_in_fresh_process(msgspec.structs.replace(spec, batch=0))
 
 

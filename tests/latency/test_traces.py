@@ -266,7 +266,7 @@ def test_overlapping_steps_and_impossible_times(tmp_path: Path) -> None:
 GENERATE = """
 import json, sys
 name = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>, std::array<char*, 1ul> >(int)"
-args = {"External id": 1, "device": 0, "stream": 7, "registers per thread": 16, "grid": [1024, 1, 1], "block": [128, 1, 1]}
+args = {"External id": 1, "device": 0, "stream": 7, "registers": 16, "grid": [1024, 1, 1], "block": [128, 1, 1]}
 head = json.dumps({"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": 7, "args": args})[:-1]
 size = i = 0
 with open(sys.argv[1], "w") as file:

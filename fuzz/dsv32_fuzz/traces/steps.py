@@ -172,7 +172,8 @@ def _owner(trace: Trace, edges: Floats) -> Ints:
     owner = np.searchsorted(edges, when, side="right") - 1
     owner[when == edges[-1]] = len(edges) - 2
     owner[(owner < 0) | (owner >= len(edges) - 1)] = -1
-    return owner.astype(np.int64)
+    found: Ints = owner.astype(np.int64)
+    return found
 
 
 def _idle(trace: Trace, edges: Floats, end: Floats, level: str) -> Floats:

@@ -78,7 +78,7 @@ def bench_step_command(
 
 
 def _counts(options: Options, budget: Path | None, json: bool) -> int:
-    """Count, print, and hold against a budget: the given one, or the shipped one where it was made for these options."""
+    """Count, print, and hold against a budget: the given one, or the shipped one if made for these options."""
     limit = _read_budget(budget) if budget is not None else shipped_budget()
     table = count_table(options, limit.schedule if budget is not None else decode_schedule())
     problems = exceeded(table, limit) if budget is not None or _same(table, limit) else []
