@@ -44,9 +44,9 @@ class Worker:
         return operations[message["op"]](message)
 
     def _load(self, message: Message) -> Message:
-        from dsv32_fuzz.targets.vllm.imports import load
-
         import torch
+
+        from dsv32_fuzz.targets.vllm.imports import load
 
         torch.set_num_threads(1)
         started = time.monotonic()
