@@ -15,7 +15,7 @@ from dsv32_reports.cli import app
 def test_releases_are_named_exactly() -> None:
     assert release_of("vllm==0.25.1") == "0.25.1"
     for wrong in ("vllm", "vllm>=0.24", "vllm==", "vllm==../x", "torch==2.0", "vllm==0.24.0; rm"):
-        with pytest.raises(ValueError, match="write it like vllm==0.24.0"):
+        with pytest.raises(ValueError, match=r"write it like vllm==0\.24\.0"):
             release_of(wrong)
 
 

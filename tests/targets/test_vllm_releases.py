@@ -22,11 +22,11 @@ Surveyor = Callable[[str], Survey]
 
 
 @pytest.fixture(scope="module")
-def surveyed(pytestconfig: pytest.Config) -> Surveyor:
+def surveyed() -> Surveyor:
     """The survey of a prepared release, corpus only; skips where none is prepared."""
-    folder = pytestconfig.getoption("vllm_dir") or os.environ.get("DSV32_VLLM_DIR")
+    folder = os.environ.get("DSV32_VLLM_DIR")
     if not folder:
-        pytest.skip("no prepared vLLM; give --vllm-dir or DSV32_VLLM_DIR, a folder of `dsv32 target install`")
+        pytest.skip("no prepared vLLM; set DSV32_VLLM_DIR to a folder of `dsv32 target install`")
 
     def run(release: str) -> Survey:
         if not (Path(folder) / release).is_dir():
