@@ -1,6 +1,6 @@
 """Real releases, prepared with `dsv32 target install`: one whose key is insufficient and one whose key is not.
 
-pytest -m vllm --vllm-dir DIR        (or DSV32_VLLM_DIR=DIR)
+DSV32_VLLM_DIR=DIR pytest -m vllm tests/targets
 """
 
 from __future__ import annotations
