@@ -11,8 +11,9 @@ import typer
 from dsv32_fast.options import PRESETS, resolve
 from dsv32_fuzz.case import load_case
 from dsv32_fuzz.replay import replay_case
+from dsv32_fuzz.targets.registry import open_target
 from dsv32_fuzz.verdict import Verdict, worst
-from dsv32_reports.commands.common import EXIT_OF_STATUS, Assignments, Json, command
+from dsv32_reports.commands.common import EXIT_OF_STATUS, Assignments, Json, TargetName, TargetPython, VllmPath, command
 
 
 @command
@@ -22,9 +23,12 @@ def replay(
         str | None, typer.Option("--options", help=f"Other options than the case's own: {', '.join(PRESETS)}.")
     ] = None,
     set_: Assignments = None,
+    target_name: TargetName = "in-tree",
+    vllm_path: VllmPath = None,
+    target_python: TargetPython = None,
     json: Json = False,
 ) -> int:
-    """Run saved cases again, with their own options or with others.
+    """Run saved cases again, with their own options, with others, or on another target.
 
     Exit 0 if every case passes, 1 if one still fails, 3 if one tested nothing, 2 for a file that is no case.
     """
@@ -32,9 +36,12 @@ def replay(
     if set_ and not options:
         raise ValueError("--set changes the options of a preset; give --options as well")
     cases = [(path, load_case(path)) for path in files]
+    other = None
+    if target_name != "in-tree" or vllm_path or target_python:
+        other = open_target(target_name, options, tuple(set_ or ()), path=vllm_path, python=target_python)
     verdicts: list[Verdict] = []
     for path, case in cases:
-        verdict, text = replay_case(case, override)
+        verdict, text = replay_case(case, override, other)
         verdicts.append(verdict)
         if not json:
             print(f"{verdict.status.value} {verdict.check} with {text}: {path}\n  {verdict.summary}")
