@@ -152,7 +152,7 @@ def _topk(tokens: int, bias: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor
     if wrapper is None or kernel_call is None:
         return None
     # vLLM registers the operator only on ROCm; the wrapper looks it up here.
-    torch.ops.vllm.rocm_aiter_biased_grouped_topk = kernel_call
+    torch.ops.vllm.rocm_aiter_biased_grouped_topk = kernel_call  # type: ignore[attr-defined]
     module, seen = importlib.import_module("aiter"), dict[str, Any]()
     kernel = module.biased_grouped_topk
 
