@@ -40,7 +40,8 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmTarget]:
 @pytest.fixture(scope="module")
 def defective(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmTarget]:
     """The old key, no clears, and a view that moves: each is seen by a check of its own."""
-    target = open_fake(tmp_path_factory.mktemp("defective"), key="old", clear=False, moves=True)
+    folder = tmp_path_factory.mktemp("defective")
+    target = open_fake(folder, key="old", clear=False, moves=True, invalid=0, shift=1)
     yield target
     target.close()
 
@@ -152,6 +153,42 @@ def test_sessions_are_closed_when_nobody_holds_them(sound: VllmTarget) -> None:
         sound.open(SMALL)
     keep.build(StepBatch(query_lens=(1,), seq_lens=(5,)))
     assert descriptors() <= before + 1  # the last one is forgotten with the next message
+
+
+def answers(target: VllmTarget) -> dict[str, tuple[str, str]]:
+    return {answer["name"]: (answer["status"], answer["summary"]) for answer in target.probe()}
+
+
+def test_probes_of_a_sound_package(sound: VllmTarget) -> None:
+    found = answers(sound)
+    converters = ("converter", "converter of an invalid index", "ragged gather")
+    held = (
+        *converters,
+        "split cap and key",
+        "host copy of lengths",
+        "stream order",
+        "padding of heads",
+        "continued prompt",
+    )
+    assert {name: found[name][0] for name in held} == dict.fromkeys(held, "PASSED")
+    assert "256" in found["converter"][1]
+    assert found["router bias"][0] == "FAILED"  # the fake has no vllm._aiter_ops: an error of the target, told
+    assert "ModuleNotFoundError" in found["router bias"][1]
+    assert found["row lengths"] == (
+        "SKIPPED",
+        "the release has no generate_sparse_seqlen_kernel; its rows are judged by the check planner_input",
+    )
+
+
+def test_probes_see_defects_of_converters_and_key(defective: VllmTarget) -> None:
+    found = answers(defective)
+    assert found["converter"][0] == found["ragged gather"][0] == "FAILED"
+    assert found["converter of an invalid index"] == (
+        "FAILED",
+        "-1 becomes slot 0: the kernel attends whatever lies there, instead of nothing",
+    )
+    assert found["continued prompt"] == ("FAILED", "the plan of the chunk before is reused")
+    assert found["types with an fp8 cache"][0] == "FAILED"  # it passes no types
 
 
 @pytest.mark.parametrize(
