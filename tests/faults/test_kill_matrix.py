@@ -33,6 +33,7 @@ STEP_AREAS = {"key", "planner", "buffers", "harness"}
 """What step checks alone can kill."""
 SURVIVE_TODAY = {
     "key_idle_reuses": "no traffic class draws an idle step that is padded",
+    "key_kept_after_dummy": "a batch that comes back behind a capture is drawn rarely",
     "key_no_rows": "no traffic class pads one batch to two sizes",
     "buffer_dummy_extent": "no traffic class draws the bound of a capture under these options",
     "plan_topk_of_2048": "step sequences are drawn at topk 2048",
