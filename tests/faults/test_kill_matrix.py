@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from dsv32_fuzz.case import load_case
 from dsv32_fuzz.checks.catalogue import INPUT_CHECKS
 from dsv32_fuzz.checks.own_input import InputCheck
-from dsv32_fuzz.faults import AREAS, FAULTS, Fault, Patch, matrix
-from dsv32_fuzz.faults.matrix import Effort, assemble, ordered, rotating, run_control, run_fault, run_matrix, run_rows
+from dsv32_fuzz.faults import AREAS, FAULTS, Fault, Patch, matrix, rotating
+from dsv32_fuzz.faults.matrix import Effort, assemble, ordered, run_control, run_fault, run_matrix, run_rows
 from dsv32_fuzz.faults.picture import heat_map
 from dsv32_fuzz.faults.results import ControlRow, FaultRow, Kill, KillMatrix
 from dsv32_fuzz.properties import OwnInput, Property, properties, property_of
