@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from dsv32_fuzz.case import load_case
 from dsv32_fuzz.checks.catalogue import INPUT_CHECKS
 from dsv32_fuzz.checks.own_input import InputCheck
-from dsv32_fuzz.faults import AREAS, FAULTS, Fault, Patch, matrix
-from dsv32_fuzz.faults.matrix import Effort, assemble, ordered, rotating, run_control, run_fault, run_matrix, run_rows
+from dsv32_fuzz.faults import AREAS, FAULTS, Fault, Patch, matrix, rotating
+from dsv32_fuzz.faults.matrix import Effort, assemble, ordered, run_control, run_fault, run_matrix, run_rows
 from dsv32_fuzz.faults.picture import heat_map
 from dsv32_fuzz.faults.results import ControlRow, FaultRow, Kill, KillMatrix
 from dsv32_fuzz.properties import OwnInput, Property, properties, property_of
@@ -33,6 +33,7 @@ STEP_AREAS = {"key", "planner", "buffers", "harness"}
 """What step checks alone can kill."""
 SURVIVE_TODAY = {
     "key_idle_reuses": "no traffic class draws an idle step that is padded",
+    "key_kept_after_dummy": "a batch that comes back behind a capture is drawn rarely",
     "key_no_rows": "no traffic class pads one batch to two sizes",
     "buffer_dummy_extent": "no traffic class draws the bound of a capture under these options",
     "plan_topk_of_2048": "step sequences are drawn at topk 2048",
@@ -67,7 +68,7 @@ class AlwaysFails(InputCheck[Nothing]):
 
 @pytest.fixture
 def small_effort(monkeypatch: pytest.MonkeyPatch) -> None:
-    effort = Effort(passes=(3,), seconds=5.0, shrink_seconds=0.2, every_cell=False, control_examples=3)
+    effort = Effort(passes=(2,), seconds=5.0, shrink_seconds=0.2, every_cell=False, control_examples=1)
     monkeypatch.setitem(matrix.GATES, "ci", effort)
 
 
@@ -88,13 +89,13 @@ def test_a_kill_has_a_check_a_case_and_a_quiet_control() -> None:
     assert row.killed
     assert row.false_alarms == ()
     kill = row.kills[0]
-    assert kill.case is not None
+    case = kill.saved()
+    assert case is not None
     assert 0 < kill.examples <= row.examples
     assert 0 < kill.seconds <= row.seconds
 
     def says(target: InTreeTarget) -> Status:
-        assert kill.case is not None
-        return property_of(kill.case, target).judge(kill.case, [kill.check])[0].status
+        return property_of(case, target).judge(case, [kill.check])[0].status
 
     assert says(fault.control()) is not Status.FAILED
     with fault.inject() as target:
@@ -121,10 +122,10 @@ def test_a_check_that_fails_without_a_fault_kills_nothing(always_fails: None) ->
 
 
 def test_the_faultless_target_raises_no_alarm(small_effort: None) -> None:
-    for preset in ("baseline", "pr47766"):
-        control = run_control(preset, "ci", seed=1)
-        assert control.false_alarms == ()
-        assert control.examples > 0
+    control = run_control("pr47766", "ci", seed=1)
+    assert control.false_alarms == ()
+    assert control.examples >= 4
+    assert control.passed <= control.checks
 
 
 def test_time_that_is_over_tries_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
