@@ -19,9 +19,9 @@ TARGET = InTreeTarget(PRESETS["baseline"])
 N = 2048
 
 
-def long_step(kv: str, q: str = "bf16") -> DecodeStep:
-    """Two rows of 2048 keys each, at the true top-k and latent width, cut into many pieces."""
-    shape = Shape(latent=512, rope=64, topk=N, page_size=64, q=q, kv=kv)  # type: ignore[arg-type]
+def long_step(kv: str, q: str = "bf16", keys: int = N) -> DecodeStep:
+    """Two rows of `keys` keys each, at the true top-k and latent width, cut into many pieces."""
+    shape = Shape(latent=512, rope=64, topk=keys, page_size=64, q=q, kv=kv)  # type: ignore[arg-type]
     return DecodeEngine(TARGET, shape, 2).build(StepBatch(query_lens=(1, 1), seq_lens=(N + 20, N)), seed=3)
 
 
@@ -118,14 +118,14 @@ def test_one_slot_of_2048_too_few_or_too_many_is_seen(step: DecodeStep, lse: boo
 
 
 def test_the_longest_honest_row_decodes_with_room_to_spare() -> None:
-    """Measured, not only derived: the worst distance of output x n from a whole number."""
-    step, worst = long_step("bf16"), 0.0
+    """Measured, not only derived: how far output x n is from a whole number (at 2048 itself nothing is rounded)."""
+    step, worst, keys = long_step("bf16", keys=N - 1), 0.0, N - 1
     marks = counting.Marks(slots=len(step.positions_S), columns=512)
     tail = torch.ones(marks.slots, 64)
     for number in range(marks.passes):
         values = torch.cat([marks.values(number), tail], 1)
         out, _ = step.by_kernel(torch.zeros(2, 16, 576), values, scale=0.1)
-        sums = out.double() * N
+        sums = out.double() * keys
         worst = max(worst, float((sums - sums.round()).abs().max()))
     assert 0.0 < worst <= 21 * (2.0**-8 + 2.0**-10)
 
@@ -151,7 +151,7 @@ def model(counts_S: Tensor, values_SC: Tensor, lse: bool) -> tuple[Tensor, Tenso
 
 @pytest.mark.parametrize("lse", [True, False])
 def test_no_other_counts_look_like_the_expected_ones(lse: bool) -> None:
-    """All counts 0..4 of six slots in two columns against every expected set: only the set itself passes.
+    """Counts 0..4 of six slots in two columns that differ in at most two of them: only the expected set itself passes.
 
     Without an LSE a common factor of all counts is invisible in any output, so multiples of the set pass, too.
     """
@@ -160,7 +160,7 @@ def test_no_other_counts_look_like_the_expected_ones(lse: bool) -> None:
         slots = torch.tensor(wanted).nonzero()[:, 0]
         planned = torch.tensor([len(slots)])
         for counts in itertools.product(range(5), repeat=6):
-            if sum(counts) == 0 or sum(c != w for c, w in zip(counts, wanted, strict=True)) > 3:
+            if sum(counts) == 0 or sum(c != w for c, w in zip(counts, wanted, strict=True)) > 2:
                 continue
             seen = counting.count_attended(lambda v, c=counts: model(torch.tensor(c), v, lse), marks, planned)
             same = len({c / w if w else (0 if c == 0 else -1) for c, w in zip(counts, wanted, strict=True)} - {0}) == 1

@@ -71,7 +71,7 @@ def test_a_rope_part_read_elsewhere_is_seen() -> None:
 
 def test_seeds_see_every_dimension() -> None:
     used = set()
-    for seed in range(60):
+    for seed in range(400):
         probe = echo.Echo(rows=ROWS, heads=HEADS, latent=LATENT, rope=ROPE, seed=seed)
         used |= set(probe.queries(1.0).flatten(0, 1).any(0).nonzero()[:, 0].tolist())
     assert used == set(range(LATENT + ROPE))

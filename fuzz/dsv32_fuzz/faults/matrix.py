@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from dsv32_fast.options import PRESETS
 from dsv32_fuzz.case import AnyCase
-from dsv32_fuzz.events import CounterexampleFound, VerdictReached
-from dsv32_fuzz.explore import explore
+from dsv32_fuzz.events import CounterexampleFound
+from dsv32_fuzz.explore import counterexample, explore
 from dsv32_fuzz.faults import AREAS, FAULTS, Fault
 from dsv32_fuzz.faults.results import CheckInfo, ControlRow, FaultRow, Gate, Kill, KillMatrix
 from dsv32_fuzz.faults.selftest import PROBES, complaints
@@ -48,7 +48,7 @@ class Effort:
 
 
 GATES: dict[Gate, Effort] = {
-    "ci": Effort(passes=(10, 50, 200), seconds=15.0, shrink_seconds=1.0, every_cell=False, control_examples=25),
+    "ci": Effort(passes=(10, 50, 200), seconds=15.0, shrink_seconds=1.0, every_cell=False, control_examples=20),
     "nightly": Effort(passes=(200,), seconds=600.0, shrink_seconds=10.0, every_cell=True, control_examples=500),
 }
 
@@ -91,15 +91,25 @@ class _Clock:
         return self.seconds > self.effort.seconds
 
 
+class _OverError(BaseException):
+    """Ends a search from inside a strategy; no `Exception`, so that Hypothesis neither shrinks nor repeats it."""
+
+
 @dataclass(kw_only=True)
 class _Watched:
-    """A property that counts, keeps the time of each check's first failure, and tries nothing when time is over."""
+    """A property that counts, keeps what failed first, and ends the search when its examples or its time are used."""
 
     inner: Property
     clock: _Clock
-    first: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Examples and seconds at the first failure of each check."""
-    _failing: set[bytes] = field(default_factory=set)
+    quota: int
+    """Examples; when a check has failed, seconds of shrinking count instead."""
+    tried: int = 0
+    passed: set[str] = field(default_factory=set)
+    """Checks that compared something and found nothing, at least once."""
+    first: dict[str, Kill] = field(default_factory=dict)
+    """The first failure of each check."""
+    smallest: dict[str, AnyCase] = field(default_factory=dict)
+    """The smallest failing case of each check, by the length of its document."""
 
     @property
     def scope(self) -> str:
@@ -110,63 +120,75 @@ class _Watched:
         return self.inner.checks
 
     def cases(self) -> st.SearchStrategy[AnyCase]:
-        return self.inner.cases()
+        return self.inner.cases().map(self._admitted)
+
+    def _admitted(self, case: AnyCase) -> AnyCase:
+        if self.clock.over or (self._late() if self.first else self.tried >= self.quota):
+            raise _OverError
+        return case
+
+    def _late(self) -> bool:
+        """Whether shrinking has had its time; where every cell counts, the search goes on behind it."""
+        effort = self.clock.effort
+        first = min(kill.seconds for kill in self.first.values())
+        return not effort.every_cell and self.clock.seconds > first + effort.shrink_seconds
 
     def smaller(self, case: AnyCase, fails: Callable[[AnyCase], bool]) -> AnyCase:
-        return self.inner.smaller(case, fails)
+        return self.inner.smaller(case, lambda tried: not self._late() and fails(tried))
 
     def judge(self, case: AnyCase, checks: Sequence[str]) -> list[Verdict]:
-        known = msgspec.json.encode(msgspec.structs.replace(case, check=""))
-        if self._over(checks) and known not in self._failing:
-            # A case that is known to fail must go on failing, else the shrinker would call it flaky.
-            return [Verdict(check=name, status=Status.SKIPPED, summary="not tried: time is over") for name in checks]
-        if any(name not in self.first for name in checks):
+        if not self.first:
+            self.tried += 1
             self.clock.examples += 1
         verdicts = self.inner.judge(case, checks)
-        failed = [verdict.check for verdict in verdicts if verdict.status is Status.FAILED]
-        if failed:
-            self._failing.add(known)
-        for name in failed:
-            self.first.setdefault(name, (self.clock.examples, self.clock.seconds))
+        self.passed.update(verdict.check for verdict in verdicts if verdict.status is Status.PASSED)
+        for verdict in verdicts:
+            if verdict.status is Status.FAILED:
+                self._failed(case, verdict)
         return verdicts
 
-    def _over(self, checks: Sequence[str]) -> bool:
-        now, effort = self.clock.seconds, self.clock.effort
-        if checks and all(name in self.first for name in checks):
-            return all(now > self.first[name][1] + effort.shrink_seconds for name in checks)
-        return self.clock.over
+    def _failed(self, case: AnyCase, verdict: Verdict) -> None:
+        name, case = verdict.check, msgspec.structs.replace(case, check=verdict.check)
+        self.first.setdefault(name, _kill(self, verdict))
+        if name not in self.smallest or _length(case) <= _length(self.smallest[name]):
+            self.smallest[name] = case
 
 
-def _search(watched: _Watched, seed: int, examples: int, *, every: bool) -> tuple[list[Kill], bool]:
-    """Checks that failed, the shrunk ones first, and whether any check compared something."""
-    kills: dict[str, Kill] = {}
-    compared = False
-    for event in explore(watched, run_seed=seed, seconds=1e-3, examples=examples):
-        if isinstance(event, CounterexampleFound):
-            own = event.case.check
-            failed = [v for v in event.verdicts if v.status is Status.FAILED]
-            for verdict in sorted(failed, key=lambda v: v.check != own):
-                case = event.case if verdict.check == own else None
-                kills.setdefault(verdict.check, _kill(watched, verdict, case))
-            if not every:
-                return list(kills.values()), True
-        elif isinstance(event, VerdictReached):
-            compared |= event.verdict.status in (Status.PASSED, Status.FAILED)
-            if event.verdict.status is Status.FAILED:
-                kills.setdefault(event.verdict.check, _kill(watched, event.verdict, None))
-    return list(kills.values()), compared
+def _length(case: AnyCase) -> int:
+    return len(msgspec.json.encode(case))
 
 
-def _kill(watched: _Watched, verdict: Verdict, case: AnyCase | None) -> Kill:
-    examples, seconds = watched.first.get(verdict.check, (watched.clock.examples, watched.clock.seconds))
+def _kill(watched: _Watched, verdict: Verdict) -> Kill:
     return Kill(
         check=verdict.check,
         family=family_of(watched.inner),
-        examples=examples,
-        seconds=round(seconds, 3),
+        examples=watched.clock.examples,
+        seconds=round(watched.clock.seconds, 3),
         summary=verdict.summary,
-        case=case,
     )
+
+
+def _search(watched: _Watched, seed: int) -> list[Kill]:
+    """The checks that failed, in the order of their first failures; a shrunk case for each that was shrunk."""
+    shrunk: dict[str, CounterexampleFound] = {}
+    try:
+        for event in explore(watched, run_seed=seed, seconds=1e-3, examples=watched.quota):
+            if isinstance(event, CounterexampleFound):
+                shrunk[event.case.check] = event
+                if not watched.clock.effort.every_cell:
+                    break
+    except _OverError:
+        pass
+    if watched.first and not shrunk:  # the time for shrinking ended first
+        name = next(iter(watched.first))
+        shrunk[name] = counterexample(watched, watched.smallest[name])
+    return [_with_case(kill, shrunk.get(kill.check)) for kill in watched.first.values()]
+
+
+def _with_case(kill: Kill, found: CounterexampleFound | None) -> Kill:
+    if found is None:
+        return kill
+    return msgspec.structs.replace(kill, case=msgspec.to_builtins(found.case), summary=found.summary)
 
 
 def run_fault(fault: Fault, gate: Gate, seed: int) -> FaultRow:
@@ -178,7 +200,7 @@ def run_fault(fault: Fault, gate: Gate, seed: int) -> FaultRow:
     else:
         found, compared = _hunt(fault, clock, seed)
     control = fault.control()
-    false_alarms = tuple(kill for kill in found if kill.case is not None and not _quiet(kill, control))
+    false_alarms = tuple(kill for kill in found if not _quiet(kill, control))
     wrong = {kill.check for kill in false_alarms}
     return FaultRow(
         fault=fault.name,
@@ -204,13 +226,11 @@ def _hunt(fault: Fault, clock: _Clock, seed: int) -> tuple[list[Kill], bool]:
             for searched in hunted:
                 if clock.over:
                     return list(found.values()), compared
-                watched = _Watched(inner=searched, clock=clock)
-                every = clock.effort.every_cell
-                kills, anything = _search(watched, seed * 10_000 + number * 1000, examples, every=every)
-                compared |= anything
-                for kill in kills:
+                watched = _Watched(inner=searched, clock=clock, quota=examples)
+                for kill in _search(watched, seed * 10_000 + number * 1000):
                     found.setdefault(kill.check, kill)
-                if found and not every:
+                compared |= bool(watched.passed or watched.first)
+                if found and not clock.effort.every_cell:
                     return list(found.values()), compared
     return list(found.values()), compared
 
@@ -232,9 +252,10 @@ def _probe(fault: Fault, clock: _Clock) -> list[Kill]:
 
 def _quiet(kill: Kill, control: InTreeTarget) -> bool:
     """Whether the check is quiet about the kill's case on the faultless target."""
-    if kill.case is None:
+    case = kill.saved()
+    if case is None:
         return True
-    (verdict,) = property_of(kill.case, control).judge(kill.case, [kill.check])
+    (verdict,) = property_of(case, control).judge(case, [kill.check])
     return verdict.status is not Status.FAILED
 
 
@@ -246,14 +267,10 @@ def run_control(options: str, gate: Gate, seed: int) -> ControlRow:
     passed: set[str] = set()
     names: set[str] = set()
     for searched in properties(InTreeTarget(PRESETS[options])):
-        watched = _Watched(inner=searched, clock=clock)
+        watched = _Watched(inner=searched, clock=clock, quota=effort.control_examples)
         names.update(searched.checks)
-        for event in explore(watched, run_seed=seed * 10_000, seconds=1e-3, examples=effort.control_examples):
-            if isinstance(event, CounterexampleFound):
-                own = next(v for v in event.verdicts if v.check == event.case.check)
-                alarms.append(_kill(watched, own, event.case))
-            elif isinstance(event, VerdictReached) and event.verdict.status is Status.PASSED:
-                passed.add(event.verdict.check)
+        alarms += _search(watched, seed * 10_000)
+        passed.update(watched.passed)
     told = [
         Kill(check=p.name, family=SELFTEST, examples=0, seconds=0.0, summary=summary) for p, summary in complaints()
     ]

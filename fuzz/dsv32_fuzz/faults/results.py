@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-from dsv32_fuzz.case import AnyCase
+from dsv32_fuzz.case import AnyCase, decode_case
 
 Gate = Literal["ci", "nightly"]
 
@@ -22,8 +22,12 @@ class Kill(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """CPU time until the first failing example, the search of other properties before it included."""
     summary: str
-    case: AnyCase | None = None
-    """The shrunk case, where the check was searched itself."""
+    case: dict[str, Any] | None = None
+    """The shrunk case as a document, where the check was shrunk itself."""
+
+    def saved(self) -> AnyCase | None:
+        """The case, ready to be judged or saved."""
+        return None if self.case is None else decode_case(msgspec.json.encode(self.case))
 
 
 class FaultRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,6 +34,7 @@ WEIGHTED: tuple[ActionKind, ...] = (
     "permute",
     "idle",
     "capture",
+    "capture",
     "clear",
 )
 """A step as often as anything else, and what makes one more interesting more often than what ends it."""
@@ -50,7 +51,8 @@ def prompts(topk: int) -> st.SearchStrategy[int]:
 def contexts(topk: int) -> st.SearchStrategy[int]:
     """Cached tokens of a new request: mostly so many that the next steps cross topk, or that all rows are full."""
     near = integers(-2 * (MAX_DEPTH + 1), 1).map(lambda d: max(0, topk + d))
-    return st.one_of(near, near, integers(topk, 4 * topk), context_lens(topk))
+    full = integers(topk, 4 * topk)
+    return st.one_of(near, full, near, full, context_lens(topk))
 
 
 @cache
@@ -92,7 +94,7 @@ def serving_steps(draw: st.DrawFn, topk: int = 2048) -> Steps:
     engine.apply(draw(actions("admit", topk)))
     engine.apply(draw(actions("speculate", topk)))
     ending = Action(kind="decode", amount=MAX_DEPTH)
-    drawn = draw(st.lists(any_action(topk), min_size=4, max_size=MAX_ACTIONS))
+    drawn = draw(st.lists(any_action(topk), min_size=6, max_size=MAX_ACTIONS))
     return run(engine, (*drawn, ending, ending))
 
 

@@ -114,5 +114,6 @@ def write(matrix: KillMatrix, folder: Path) -> None:
     write_atomically(folder / "faults.svg", heat_map(matrix).encode())
     for row in matrix.rows:
         for kill in row.kills:
-            if kill.case is not None:
-                save_case(kill.case, folder / "cases" / f"{row.fault}-{kill.check}.json")
+            case = kill.saved()
+            if case is not None:
+                save_case(case, folder / "cases" / f"{row.fault}-{kill.check}.json")
