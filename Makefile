@@ -30,9 +30,21 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# A night: the long tests, then a campaign whose corpus is carried on. Every night has a seed of its own, its
+# date; results lie in $(NIGHTS)/<seed>, and a night that was cut short is taken up again.
+NIGHTS ?= nights
+CORPUS ?= fuzz/corpus
+LEDGER ?= fuzz/ledger.toml
+WORKERS ?= 1
+MAX_TIME ?= 30m
+SEED ?= $(shell date -u +%Y%m%d)
 nightly: $(VENV)/ready
-	$(BIN)/python -m pytest -m nightly
-	$(BIN)/dsv32 bench plan
+	@status=0; \
+	$(BIN)/python -m pytest -m nightly || status=$$?; \
+	$(BIN)/dsv32 fuzz --profile nightly --max-time $(MAX_TIME) --workers $(WORKERS) --seed $(SEED) \
+	  --corpus $(CORPUS) --ledger $(LEDGER) --out $(NIGHTS)/$(SEED) || status=$$?; \
+	$(BIN)/dsv32 bench plan || status=$$?; \
+	exit $$status
 
 evidence: $(VENV)/ready
 	$(BIN)/python docs/evidence.py

@@ -37,9 +37,10 @@ from dsv32_fuzz.golden.decodes import RunReplay, replay_decodes
 from dsv32_fuzz.golden.plans import DEFINED, UNDEFINED, replay_plans
 from dsv32_fuzz.properties import OwnInput, StepTraffic
 from dsv32_fuzz.skip_rate import SkipCount, explain_misses, skip_rate, skip_table
-from dsv32_fuzz.strategies import SCOPES, WORLDS, World
+from dsv32_fuzz.strategies import WORLDS, World
 from dsv32_fuzz.targets import Target
 from dsv32_fuzz.targets.intree import InTreeTarget
+from dsv32_fuzz.traffic import TRAFFIC
 from dsv32_fuzz.verdict import Status, Verdict, worst
 from dsv32_fuzz.workload import PR42982_WORKLOAD, Workload, steps
 
@@ -71,9 +72,9 @@ PROFILES: dict[str, Profile] = {
     ),
     "signoff": Profile(
         workload_seconds=45,
-        fuzz_seconds=14,
+        fuzz_seconds=10,
         fuzz_examples=100,
-        check_seconds=1.5,
+        check_seconds=1.0,
         check_examples=10,
         table_requests=(640, 128),
     ),
@@ -121,7 +122,7 @@ def campaign(target: Target, profile: Profile, *, run_seed: int) -> Generator[Ev
         yield from recorded_plans()
         yield from proof(target)
         yield from workload_runs(target, profile.workload_seconds, run_seed)
-        for scope in SCOPES:
+        for scope in TRAFFIC:
             yield from search(target, scope, profile, run_seed)
         for family in families():
             yield from search_family(target, family, profile, run_seed)

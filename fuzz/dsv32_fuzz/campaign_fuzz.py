@@ -7,9 +7,10 @@ the same campaign started again on the same folder goes on: with the time that i
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -83,6 +84,7 @@ def make_spec(
     names: Sequence[str] = (),
     case_seconds: float = CASE_SECONDS,
     examples: str = "",
+    arguments: Mapping[str, str] = MappingProxyType({}),
     ledger: Ledger | None = None,
     ledger_folder: Path = Path(),
 ) -> CampaignSpec:
@@ -96,6 +98,7 @@ def make_spec(
     return CampaignSpec(
         target=target.name,
         options=target.options,
+        arguments=dict(arguments),
         evidence=target.evidence,
         profile=profile,
         seed=seed,

@@ -38,17 +38,18 @@ Files = dict[str, bytes]
 
 
 def run_shard_on_worker(
-    inputs: Files, shard: int, of: int, seconds: float, case_seconds: float, command: Sequence[str]
+    inputs: Files, shard: int, of: int, seconds: float, latest: float, case_seconds: float, command: Sequence[str]
 ) -> Files:
-    """One shard in a scratch folder of the worker; returns the files of its folder.
+    """One shard in a scratch folder of the worker, for `seconds` and not past `latest`; the files of its folder.
 
-    A lost worker takes its shard with it, so the shard's own process dies with the one that runs this.
+    A task that is run again after its worker was lost has less time, so the campaign ends when it should. A lost worker
+    takes its shard with it: the shard's own process dies with the one that runs this.
     """
     folder = Path(tempfile.mkdtemp(prefix="dsv32-shard-"))
     try:
         for name, content in inputs.items():
             (folder / name).write_bytes(content)
-        plan = ShardPlan(folder=folder, shard=shard, of=of, until=time.time() + seconds)
+        plan = ShardPlan(folder=folder, shard=shard, of=of, until=min(time.time() + seconds, latest))
         watched = Watched(plan, case_seconds, command)
         watched.start()
         try:
@@ -73,6 +74,7 @@ class _Cluster:
     until: float
     command: Sequence[str]
     slots: int
+    """Tasks at a time; the corpus and the promised examples are divided among as many shards."""
     running: dict[Any, int] = field(default_factory=dict)
     lost: list[int] = field(default_factory=list)
     next_shard: int = 0
@@ -94,18 +96,14 @@ class _Cluster:
         length = max(SHORTEST_TASK, self.plan.seconds / TASKS_PER_WORKER)
         while len(self.running) < self.slots and len(self.lost) < MAX_LOST and self._worthwhile():
             seconds = self.left if self.left < 1.5 * length else length
-            reference = self.task.remote(
-                self.inputs, self.next_shard, self._of(), seconds, self.spec.case_seconds, tuple(self.command)
-            )
+            spec = self.spec
+            words = (self.inputs, self.next_shard, self.slots, seconds, self.until, spec.case_seconds, [*self.command])
+            reference = self.task.remote(*words)
             self.running[reference] = self.next_shard
             self.next_shard += 1
 
     def _worthwhile(self) -> bool:
         return self.left >= SHORTEST_TASK / 2 or (self.next_shard == 0 and self.left > 0)
-
-    def _of(self) -> int:
-        """Shards that are expected in all: the corpus and the promised examples are divided among as many."""
-        return self.slots
 
     def collect(self) -> Iterator[int]:
         """Numbers of the shards that came back since the last look."""

@@ -109,7 +109,7 @@ class CampaignResult(msgspec.Struct, frozen=True, kw_only=True):
     listed: dict[str, str] = {}
     """`check: cause` that the ledger allows, and the reference of its entry."""
     cells: dict[str, int] = {}
-    """Cells of the input space, and how many cases lay in each."""
+    """Cells of the input space, and `event: NAME` for each rare event, with the number of cases that reached it."""
 
     @property
     def status(self) -> Status:
@@ -324,8 +324,8 @@ def _content_key(folder: Path) -> bytes:
 
 
 def _identity(spec: CampaignSpec) -> CampaignSpec:
-    """What must agree: neither where examples are shared nor what was in quarantine changes what a case means."""
-    return msgspec.structs.replace(spec, examples="", quarantine={}, case_seconds=0.0)
+    """What must agree: where a target or shared examples lie on a machine does not change what a case means."""
+    return msgspec.structs.replace(spec, arguments={}, examples="", quarantine={}, case_seconds=0.0)
 
 
 def _result(fold: _Fold, shards: list[int]) -> CampaignResult:

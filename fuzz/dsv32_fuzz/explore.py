@@ -218,15 +218,18 @@ def explore(searched: Property, *, run_seed: int, seconds: float, examples: int 
     yield from search.slice(seconds, examples)
     if search.coverage.cases:
         yield InputSpaceCovered(phase=f"fuzz:{searched.scope}", scope=searched.scope, coverage=search.coverage)
+    blind = search.coverage.untested() if search.coverage.cases else ""
     for name in searched.checks:
         if name in search.totals:
-            yield VerdictReached(phase=f"fuzz:{searched.scope}", scope=searched.scope, verdict=search.totals[name])
+            verdict = search.totals[name]
+            if blind and verdict.status is Status.PASSED:
+                verdict = msgspec.structs.replace(verdict, status=Status.MISTRUSTED, summary=blind)
+            yield VerdictReached(phase=f"fuzz:{searched.scope}", scope=searched.scope, verdict=verdict)
 
 
 def _run_round(current: _Round, number: int, database: ExampleDatabase | None) -> None:
     reuse = (Phase.reuse,) if database is not None else ()
 
-    @seed(number)
     @settings(
         max_examples=EXAMPLES_PER_ROUND,
         database=database,
@@ -237,6 +240,7 @@ def _run_round(current: _Round, number: int, database: ExampleDatabase | None) -
         suppress_health_check=list(HealthCheck),
         verbosity=Verbosity.quiet,
     )
+    @seed(number)  # below the settings: it takes the database out of those that are there
     @given(current.searched.cases())
     def falsify(case: AnyCase) -> None:
         current.test(case)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from typing import ClassVar
 
 from hypothesis import strategies as st
 
-from dsv32_fuzz.case import AnyCase
+from dsv32_fuzz.case import AnyCase, Case
 from dsv32_fuzz.causes import case_digest
+from dsv32_fuzz.checks import told
 from dsv32_fuzz.journal import Journal
 from dsv32_fuzz.properties import Property, properties
 from dsv32_fuzz.targets import Target
 from dsv32_fuzz.verdict import Status, Verdict
 
+EVENT = "event: "
 SEEN = "drawn before on this shard, with this outcome"
 
 
@@ -76,8 +80,14 @@ class Recorded:
 
     def _run(self, case: AnyCase, checks: Sequence[str], attempt: int) -> list[Verdict]:
         self.journal.begin(case, attempt)
-        verdicts = self.searched.judge(case, checks)
-        self.journal.finish(case, verdicts)
+        try:
+            verdicts = self.searched.judge(case, checks)
+        except OSError:  # a full disk is no finding
+            raise
+        except Exception as error:  # what the target raises is judged further down: this is the check's own
+            summary = f"the check itself {told(error).removeprefix('the target ')}"
+            verdicts = [Verdict(check=name, status=Status.FAILED, summary=summary) for name in checks]
+        self.journal.finish(case, verdicts, cells_of(case))
         return verdicts
 
     def _skipped(self, name: str, reason: str) -> Verdict:
@@ -87,6 +97,15 @@ class Recorded:
     def smaller(self, case: AnyCase, fails: Callable[[AnyCase], bool]) -> AnyCase:
         """The property's."""
         return self.searched.smaller(case, fails)
+
+
+def cells_of(case: AnyCase) -> list[str]:
+    """Cells of the input space that a step sequence lies in, and `event: NAME` for each rare event in it."""
+    if not isinstance(case, Case) or find_spec("dsv32_fuzz.coverage") is None:
+        return []
+    coverage = import_module("dsv32_fuzz.coverage").Coverage()
+    coverage.add(case)
+    return [*coverage.cells, *(f"{EVENT}{name}" for name in coverage.events)]
 
 
 @dataclass(frozen=True)

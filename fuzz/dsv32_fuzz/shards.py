@@ -20,6 +20,8 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +30,7 @@ import msgspec
 from dsv32_fast.options import Options
 from dsv32_fuzz.case import AnyCase, decode_case, write_atomically
 from dsv32_fuzz.causes import case_digest
+from dsv32_fuzz.checks import told
 from dsv32_fuzz.events import CounterexampleFound, Event
 from dsv32_fuzz.explore import SHRINK_SECONDS, Search
 from dsv32_fuzz.journal import (
@@ -67,6 +70,8 @@ class CampaignSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     format: Literal["dsv32-campaign/1"] = "dsv32-campaign/1"
     target: str = "in-tree"
     options: Options | None = None
+    arguments: dict[str, str] = {}
+    """What another target than the in-tree one is opened with, such as the path of an installation."""
     evidence: str = "emulated"
     profile: str
     seed: int
@@ -141,21 +146,20 @@ def write_inputs(folder: Path, spec: CampaignSpec, corpus: Iterable[CorpusCase])
     write_atomically(folder / SPEC, msgspec.json.format(msgspec.json.encode(spec), indent=2) + b"\n")
 
 
-def open_target(name: str, options: Options | None) -> Target:
-    """The target of a campaign.
+def open_target(name: str, options: Options | None, arguments: Mapping[str, str]) -> Target:
+    """The target of a campaign: the in-tree path with its options, or another one with its own arguments.
 
     Raises:
-        ValueError: no target of that name.
+        ValueError: no target of that name, or one that cannot be opened.
     """
-    from dsv32_fuzz import targets  # looked up at the time, as other targets are optional
-
-    opener = getattr(targets, "open_target", None)
-    if opener is not None:
-        target: Target = opener(name, options)
-        return target
-    if name != "in-tree" or options is None:
-        raise ValueError(f"unknown target {name!r}; there is in-tree, with options")
-    return InTreeTarget(options)
+    if name == "in-tree":
+        if options is None or arguments:
+            raise ValueError(f"the in-tree path takes options, and no {', '.join(arguments) or 'other argument'}")
+        return InTreeTarget(options)
+    if find_spec("dsv32_fuzz.targets.registry") is None:
+        raise ValueError(f"unknown target {name!r}; there is in-tree")
+    target: Target = import_module("dsv32_fuzz.targets.registry").open_target(name, **arguments)
+    return target
 
 
 def round_seed(seed: int, scope: str, shard: int, number: int) -> int:
@@ -253,8 +257,16 @@ class Shard:
             return True
         before = self.journal.number
         search.shrink_seconds = min(SHRINK_SECONDS, max(1.0, self.plan.left))
-        for event in search.slice(min(seconds, self.plan.left), at_least, at_most=min(at_most, self.plan.left)):
-            self._keep(search, event)
+        try:
+            for event in search.slice(min(seconds, self.plan.left), at_least, at_most=min(at_most, self.plan.left)):
+                self._keep(search, event)
+        except OSError:  # a full disk is no finding
+            raise
+        except Exception as error:  # one property that cannot be drawn from must not end the others' search
+            how = f"cannot draw for {search.searched.scope}: {told(error).removeprefix('the target raised ')}"
+            crash = Crash(at=self.journal.elapsed, how=how, scope=search.searched.scope)
+            append_durably(self.plan.own_folder / CRASHES, crash)
+            return False
         return bool(search.active) and (self.journal.number > before or search.executed < at_least)
 
     def _keep(self, search: Search, event: Event) -> None:
@@ -319,7 +331,7 @@ def known_crashers(folder: Path) -> Iterator[tuple[str, str]]:
 def run_shard(plan: ShardPlan) -> None:
     """Run a shard in this process until its time is up or it is told to stop."""
     spec = read_spec(plan.folder)
-    target = open_target(spec.target, spec.options)
+    target = open_target(spec.target, spec.options, spec.arguments)
     with Journal(plan.own_folder, sync_each_case=target.evidence == "hardware") as journal:
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         journal.write(SessionBegan(at=journal.elapsed, started=now))

@@ -44,9 +44,8 @@ def assess(result: CampaignResult, corpus: Corpus, ledger: Ledger | None, ledger
 
 def _placed(failure: Failure, seen: dict[str, str], judged: Judged, corpus: Corpus) -> Failure:
     case = case_in(failure.case)
-    if failure.file:
-        file = failure.file if "/" in failure.file else str(corpus.folder / failure.file)
-    else:
+    file = failure.file if "/" in failure.file else str(corpus.folder / failure.file)
+    if not Path(file).is_file():  # found just now, or in another place's corpus
         file = str(corpus.add(case, failure.summary)) if case is not None else ""
     standing = "listed" if failure.cause in judged.causes else "known" if failure.cause in seen else "new"
     return msgspec.structs.replace(

@@ -10,6 +10,7 @@ from dsv32_fast.options import describe
 from dsv32_fuzz.campaign_result import CampaignResult, CheckLine, Failure
 from dsv32_fuzz.events import CounterexampleFound, Event, Progress
 from dsv32_fuzz.ledger import cause_key
+from dsv32_fuzz.recorded import EVENT
 from dsv32_fuzz.verdict import Status
 
 LINE_SECONDS = 60.0
@@ -69,7 +70,10 @@ def result_lines(result: CampaignResult, *, quiet: bool = False) -> list[str]:
         passed = sum(run.verdict.status is Status.PASSED for run in result.corpus)
         lines.append(f"corpus: {passed} of {len(result.corpus)} cases pass")
     if result.cells:
-        lines.append(f"{len(result.cells)} cells of the input space covered")
+        events = sum(cell.startswith(EVENT) for cell in result.cells)
+        lines.append(
+            f"{len(result.cells) - events} cells of the input space covered, {events} kinds of rare event reached"
+        )
     return [*lines, "", *(_check_line(line) for line in result.lines)]
 
 

@@ -11,10 +11,13 @@ from typing import Any
 import msgspec
 
 from dsv32_fast.batch import StepBatch
+from dsv32_fast.options import Options, describe
 from dsv32_fuzz.case import AnyCase, Case
+from dsv32_fuzz.coverage import EVENTS, LENGTHS, Coverage, merge_coverage, possible_cells
 from dsv32_fuzz.events import (
     CounterexampleFound,
     Event,
+    InputSpaceCovered,
     RunFinished,
     RunStarted,
     SequencesChecked,
@@ -23,7 +26,7 @@ from dsv32_fuzz.events import (
 )
 from dsv32_fuzz.verdict import Status
 from dsv32_reports.gates import by_traffic, decide, make_gates, not_judged
-from dsv32_reports.model import Finding, Previous, Report, Sequences
+from dsv32_reports.model import Covered, Finding, Previous, Report, Sequences
 from dsv32_reports.policy import policy_of
 from dsv32_reports.statistics import failure_rate_upper_bound
 
@@ -37,6 +40,7 @@ class Evidence:
     findings: dict[str, CounterexampleFound] = field(default_factory=dict)
     """By file name in the bundle's folder `cases`."""
     sequences: SequencesChecked | None = None
+    coverage: list[Coverage] = field(default_factory=list)
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     finished: RunFinished | None = None
 
@@ -51,6 +55,8 @@ class Evidence:
                 self.findings[f"{event.case.scope}-{event.case.check}.json"] = event
             case SequencesChecked():
                 self.sequences = event
+            case InputSpaceCovered():
+                self.coverage.append(event.coverage)
             case TableMade():
                 self.tables[event.name] = event.rows
             case RunFinished():
@@ -109,9 +115,28 @@ def make_report(evidence: Evidence, folder: str) -> Report:
         traffic=by_traffic(evidence.verdicts, policy),
         findings=[finding(found, name, folder) for name, found in evidence.findings.items()],
         sequences=sequences,
+        coverage=covered(merge_coverage(evidence.coverage), started.options),
         tables=evidence.tables,
         not_judged=not_judged(gates),
         fingerprint=started.fingerprint,
+    )
+
+
+def covered(coverage: Coverage, options: Options | None) -> Covered:
+    """Which cells of the input space were visited, by length and query class, and how often each rare event was."""
+    cells = possible_cells()
+    suffix = describe(options) if options else "unknown"
+    counts = {cell: coverage.cells.get("/".join((*cell, suffix)), 0) for cell in cells}
+    table: dict[str, dict[str, int]] = {length: {} for length in LENGTHS}
+    for (length, query, _, _), count in counts.items():
+        table[length][query] = table[length].get(query, 0) + count
+    return Covered(
+        cases=coverage.cases,
+        steps=coverage.steps,
+        visited=sum(count > 0 for count in counts.values()),
+        possible=len(cells),
+        steps_by_length_and_query=table,
+        rare_events={name: coverage.events.get(name, 0) for name in EVENTS},
     )
 
 

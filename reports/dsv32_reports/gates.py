@@ -15,7 +15,7 @@ from dsv32_fuzz.verdict import Status, Verdict, worst
 from dsv32_reports.model import Gate, Outcome, ScopeLine, Traffic
 from dsv32_reports.policy import DEFAULT, Policy
 
-EVERYWHERE = ("workload", "decode", "mtp_decode", "chunked_prefill", "mixed")
+EVERYWHERE = ("workload", "decode", "mtp_decode", "chunked_prefill", "mixed", "serving", "batch_mixes")
 REQUIRED: dict[str, tuple[str, ...]] = {
     "recorded_plans": ("aiter_e404860_v1", "aiter_e404860_undefined"),
     "key_exhaustive": ("decode", "any_query_length"),
@@ -69,9 +69,8 @@ OPTIONAL = frozenset({"accuracy"})
 """Gates that need evidence from elsewhere: not required unless the policy says so, not judged when it is not given."""
 
 NOT_JUDGED = (
-    "bf16 router precision: expert choices are not checked yet, so neither bf16 logits nor bf16 bias is judged",
-    "attention numerics: plans are judged, attention outputs are not",
-    "latency: nothing is timed; the claimed 41.522 to 40.234 ms per step is neither confirmed nor refuted",
+    "your checkpoint: what bf16 logits and bias change in its router is measured by `dsv32 router --checkpoint DIR`",
+    "latency: nothing is timed here; the claimed 41.522 to 40.234 ms per step is held against traces by `dsv32 trace`",
     "hardware: no MI355X was used; every kernel is an emulation on the CPU",
 )
 
@@ -80,6 +79,8 @@ SCOPE_TITLES = {
     "mtp_decode": "pure MTP decode, q > 1",
     "chunked_prefill": "chunked prefill",
     "mixed": "mixed batches, padding, idle and capture builds",
+    "serving": "a small serving engine's actions",
+    "batch_mixes": "batch mixes: ramps, churn, permutations, captures",
     "any_query_length": "any query lengths",
     "workload": "serving runs of the PR's workload",
     "aiter_e404860_v1": "plans recorded from AITER e404860",

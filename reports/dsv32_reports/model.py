@@ -99,6 +99,18 @@ class Sequences(msgspec.Struct, frozen=True, kw_only=True):
     confidence: float = 0.95
 
 
+class Covered(msgspec.Struct, frozen=True, kw_only=True):
+    """What the searches of step sequences have visited of the input space."""
+
+    cases: int
+    steps: int
+    visited: int
+    possible: int
+    """Cells: length class x query class x mix x padding, without those that contradict themselves."""
+    steps_by_length_and_query: dict[str, dict[str, int]]
+    rare_events: dict[str, int]
+
+
 class Previous(msgspec.Struct, frozen=True, kw_only=True):
     """The sign-off that this one is compared with, and what is no longer as it was."""
 
@@ -133,6 +145,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     traffic: list[Traffic]
     findings: list[Finding]
     sequences: Sequences | None
+    coverage: Covered
     tables: dict[str, list[dict[str, Any]]]
     not_judged: list[str]
     fingerprint: dict[str, str]

@@ -31,9 +31,9 @@ class Scope(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Traffic classes that are not in scope."""
         gone = set()
         if not self.mtp_depth:
-            gone |= {"mtp_decode", "mixed", "serving", "any_query_length"}
+            gone |= {"mtp_decode", "mixed", "serving", "batch_mixes", "any_query_length"}
         if not self.chunked_prefill:
-            gone |= {"chunked_prefill", "mixed", "serving", "any_query_length"}
+            gone |= {"chunked_prefill", "mixed", "serving", "batch_mixes", "any_query_length"}
         return frozenset(gone)
 
 

@@ -81,7 +81,7 @@ def use_numbers(patch: pytest.MonkeyPatch, *found: Numbers) -> None:
     """Make these the properties of every target."""
     patch.setattr(recorded, "properties", lambda _target: list(found))
     patch.setattr(Recorded, "_stop", False)
-    patch.setattr(shards, "open_target", lambda _name, _options: NoTarget())
+    patch.setattr(shards, "open_target", lambda *_: NoTarget())
 
 
 def plan_for(folder: Path, seconds: float, shard: int = 0, of: int = 1) -> ShardPlan:

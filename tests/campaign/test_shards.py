@@ -11,8 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 from campaign_world import LONG, SPEC, Numbers, forked, kill_when, number_case, plan_for, run_numbers, use_numbers
+from hypothesis import strategies as st
 
 from dsv32_fuzz.campaign_result import read_result
+from dsv32_fuzz.case import AnyCase
 from dsv32_fuzz.causes import case_digest
 from dsv32_fuzz.journal import (
     CRASHES,
@@ -253,6 +255,40 @@ def test_the_corpus_runs_first_and_once(tmp_path: Path, monkeypatch: pytest.Monk
     ]
     (failure,) = read_result([tmp_path]).failures
     assert failure.file == "2000.json"
+
+
+def test_a_check_that_raises_fails_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(number: int) -> str:
+        if number > 1000:
+            raise KeyError(number)
+        return ""
+
+    use_numbers(monkeypatch, Numbers("even", broken, enough=10**6), Numbers("odd", enough=60))
+    run_numbers(tmp_path, 16.0)
+    result = read_result([tmp_path])
+    (failure,) = result.failures
+    assert failure.summary == "the check itself raised KeyError: 1002"
+    assert failure.shrunk
+    assert [(line.check, line.status) for line in result.lines] == [("even", Status.FAILED), ("odd", Status.PASSED)]
+
+
+def test_a_property_that_cannot_be_drawn_from_fails_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Undrawable(Numbers):
+        def cases(self) -> st.SearchStrategy[AnyCase]:
+            def bad(_number: int) -> AnyCase:
+                raise ZeroDivisionError("no width")
+
+            return st.integers().map(bad)
+
+    use_numbers(monkeypatch, Undrawable("even"), Numbers("odd"))
+    run_numbers(tmp_path)
+    result = read_result([tmp_path])
+    (failure,) = result.failures
+    assert failure.summary == "the process cannot draw for even: ZeroDivisionError: no width"
+    assert result.status is Status.FAILED
+    assert [(line.check, line.status) for line in result.lines] == [("even", Status.MISTRUSTED), ("odd", Status.PASSED)]
 
 
 def test_a_shard_that_is_told_to_stop_ends_before_its_next_case(

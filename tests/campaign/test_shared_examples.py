@@ -38,9 +38,8 @@ def redis_place() -> Iterator[str]:
     server = shutil.which("redis-server")
     if server is None:
         pytest.skip("redis-server is not installed")
-    process = subprocess.Popen(
-        [server, "--port", str(PORT), "--save", "", "--bind", "127.0.0.1"], stdout=subprocess.DEVNULL
-    )
+    words = [server, "--port", str(PORT), "--save", "", "--bind", "127.0.0.1"]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
     try:
         place = f"redis://127.0.0.1:{PORT}/0"
         client = redis.Redis.from_url(place)

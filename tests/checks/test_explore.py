@@ -17,6 +17,7 @@ from dsv32_fuzz.properties import StepTraffic
 from dsv32_fuzz.shrink import reduce_steps
 from dsv32_fuzz.strategies import MAX_MODEL_LEN, SCOPES, Steps, dims_for, mixed_steps, mtp_decode_steps
 from dsv32_fuzz.targets.intree import InTreeTarget
+from dsv32_fuzz.traffic import TRAFFIC
 from dsv32_fuzz.verdict import Status, Verdict
 
 
@@ -168,3 +169,13 @@ def test_reduction_drops_requests_only_together() -> None:
 
     reduced = reduce_steps(steps, fails)
     assert [step.query_lens for step in reduced] == [(3,), (3,)]
+
+
+def test_a_search_that_crosses_no_boundary_is_mistrusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = StepBatch(query_lens=(1,), seq_lens=(5,))
+    monkeypatch.setitem(TRAFFIC, "decode", lambda: st.just((short, short)))
+    events = list(explore(StepTraffic(InTreeTarget(PRESETS["pr47766"]), "decode"), run_seed=0, seconds=0.1))
+    verdicts = [event.verdict for event in events if isinstance(event, VerdictReached)]
+    assert verdicts
+    assert all(verdict.status is Status.MISTRUSTED for verdict in verdicts)
+    assert any("no row crossed topk" in verdict.summary for verdict in verdicts)

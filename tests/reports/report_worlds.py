@@ -10,9 +10,11 @@ from dsv32_fast.batch import StepBatch
 from dsv32_fast.options import PRESETS
 from dsv32_fuzz.case import Case, save_case
 from dsv32_fuzz.checks.catalogue import INPUT_CHECKS, STEP_CHECKS
+from dsv32_fuzz.coverage import Coverage
 from dsv32_fuzz.events import (
     CounterexampleFound,
     Event,
+    InputSpaceCovered,
     RunFinished,
     RunStarted,
     SequencesChecked,
@@ -66,6 +68,14 @@ def counterexample() -> CounterexampleFound:
     return CounterexampleFound(case=case, summary="step 1: same key, other rows", verdicts=verdicts)
 
 
+def coverage() -> Coverage:
+    """Of one case that crosses topk."""
+    steps = tuple(StepBatch(query_lens=(1,), seq_lens=(length,)) for length in (2047, 2048, 2049))
+    found = Coverage()
+    found.add(Case(check="", scope="decode", options=PRESETS["pr47766"], steps=steps))
+    return found
+
+
 def whole_run(*, failing: bool = False, **changes: Any) -> list[Event]:
     events: list[Event] = [started(**changes), *everything()]
     if failing:
@@ -87,6 +97,7 @@ def whole_run(*, failing: bool = False, **changes: Any) -> list[Event]:
     }
     return [
         *events,
+        InputSpaceCovered(phase="fuzz:decode", scope="decode", coverage=coverage()),
         SequencesChecked(sequences=40, failed=0, step_batches=12000),
         TableMade(name="skip_rate", rows=[row]),
         RunFinished(seconds=100.0),

@@ -102,8 +102,8 @@ def of_family(check: type[InputCheck[Any]], status: Status = Status.PASSED) -> V
 def test_every_family_of_checks_is_a_gate() -> None:
     gates = make_gates([of_family(check) for check in FAMILIES], checks=FAMILIES)[len(GATES) :]
     assert [(gate.name, gate.title, gate.status) for gate in gates] == [
-        ("check:attention", "Attention", Status.PASSED),
-        ("check:wall_clock", "Wall clock", Status.PASSED),
+        ("checks_attention", "Attention", Status.PASSED),
+        ("checks_wall_clock", "Wall clock", Status.PASSED),
     ]
     assert [line.scope for line in gates[0].lines] == ["rows attended", "heads apart"]
     assert gates[0].lines[0].measured == {"rows": 7}
@@ -115,7 +115,7 @@ def test_every_family_of_checks_is_a_gate() -> None:
 def test_one_bad_check_is_the_status_of_its_family(bad: type[InputCheck[Any]], status: Status) -> None:
     reached = [of_family(check, status if check is bad else Status.PASSED) for check in FAMILIES]
     by_name = {gate.name: gate.status for gate in make_gates(reached, checks=FAMILIES)[len(GATES) :]}
-    assert by_name[f"check:{bad.family}"] is status
+    assert by_name[f"checks_{bad.family}"] is status
     assert sorted(by_name.values()) == sorted([status, Status.PASSED])
 
 
@@ -161,3 +161,12 @@ def test_everything_shown_is_escaped() -> None:
     page = render_html(msgspec.structs.replace(report, findings=[finding]))
     assert "<img" not in page
     assert page.count("&lt;img") >= 12
+
+
+def test_coverage_is_shown_as_counted() -> None:
+    report = fold(whole_run(), "run")
+    assert (report.coverage.cases, report.coverage.steps) == (1, 3)
+    assert report.coverage.visited == 1 < report.coverage.possible
+    assert sum(sum(row.values()) for row in report.coverage.steps_by_length_and_query.values()) == 3
+    assert report.coverage.rare_events["row crosses topk"] == 1
+    assert "1 step sequences of 3 steps" in render_html(report)

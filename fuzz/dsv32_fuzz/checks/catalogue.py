@@ -59,3 +59,6 @@ INPUT_CHECKS: tuple[type[InputCheck[Any]], ...] = (
     *step_numerics.CHECKS,
 )
 INPUT_CHECKS_BY_NAME: dict[str, type[InputCheck[Any]]] = {check.name: check for check in INPUT_CHECKS}
+
+if len(INPUT_CHECKS_BY_NAME) != len(INPUT_CHECKS) or INPUT_CHECKS_BY_NAME.keys() & STEP_CHECKS_BY_NAME.keys():
+    raise ValueError("two checks have one name")

@@ -281,7 +281,7 @@ class DegenerateShapes(SessionCheck):
     A step of no rows at all is left out where a split cap is set: AITER divides by cap x rows, and vLLM builds none.
     """
 
-    name = "degenerate_shapes"
+    name = "degenerate_batches"
     meaning = "steps without a request or with empty ones are planned as such, and the next step knows nothing of them"
     input_type = Degenerate
 

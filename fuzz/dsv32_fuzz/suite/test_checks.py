@@ -12,8 +12,8 @@ from dsv32_fast.options import resolve
 from dsv32_fuzz.campaign import PROFILES, Profile, families, proof, recorded_plans, search, search_family, workload_runs
 from dsv32_fuzz.case import save_case
 from dsv32_fuzz.events import CounterexampleFound, Event, VerdictReached
-from dsv32_fuzz.strategies import SCOPES
 from dsv32_fuzz.targets.intree import InTreeTarget
+from dsv32_fuzz.traffic import TRAFFIC
 from dsv32_fuzz.verdict import Status, Verdict
 
 
@@ -81,7 +81,7 @@ def test_workload(target: InTreeTarget, profile: Profile, run_seed: int, pytestc
     judge(workload_runs(target, profile.workload_seconds, run_seed), pytestconfig)
 
 
-@pytest.mark.parametrize("scope", sorted(SCOPES))
+@pytest.mark.parametrize("scope", sorted(TRAFFIC))
 def test_search(scope: str, target: InTreeTarget, profile: Profile, run_seed: int, pytestconfig: pytest.Config) -> None:
     """A search for a failing step sequence in one traffic class."""
     judge(search(target, scope, profile, run_seed), pytestconfig)

@@ -17,9 +17,10 @@ from dsv32_fuzz.checks.catalogue import STEP_CHECKS
 from dsv32_fuzz.events import CounterexampleFound, VerdictReached
 from dsv32_fuzz.explore import counterexample, explore
 from dsv32_fuzz.properties import StepTraffic
-from dsv32_fuzz.strategies import SCOPES, WORLDS
+from dsv32_fuzz.strategies import WORLDS
 from dsv32_fuzz.targets import Session, Target
 from dsv32_fuzz.targets.corpus import cases
+from dsv32_fuzz.traffic import TRAFFIC
 from dsv32_fuzz.verdict import Status, Verdict
 
 CORPUS_WORLDS = (WORLDS[0], WORLDS[3], WORLDS[4])  # the PR's own; many heads with an fp8 cache; heads that are padded
@@ -65,7 +66,7 @@ def survey(
                     first = first if first is not None else time.monotonic() - started
                     failing = msgspec.structs.replace(case, check=verdict.check)
                     found.append(counterexample(StepTraffic(target, case.scope), failing).case)
-    for scope in SCOPES if seconds else ():
+    for scope in TRAFFIC if seconds else ():
         for event in explore(StepTraffic(target, scope), run_seed=run_seed, seconds=seconds):
             if isinstance(event, VerdictReached):
                 add(event.verdict)

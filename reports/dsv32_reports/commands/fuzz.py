@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from dsv32_fast.options import describe, resolve
+from dsv32_fast.options import PRESETS, Options, describe, resolve
 from dsv32_fuzz.campaign_fuzz import FUZZ_PROFILES, FuzzPlan, cases_to_run, fuzz, make_spec, prepare
 from dsv32_fuzz.campaign_result import CampaignResult, read_result
 from dsv32_fuzz.case import write_atomically
@@ -22,7 +22,7 @@ from dsv32_fuzz.shards import open_target
 from dsv32_fuzz.shared_examples import check_place
 from dsv32_fuzz.standing import assess
 from dsv32_reports.campaign_text import ProgressLines, result_lines
-from dsv32_reports.commands.common import EXIT_OF_STATUS, Assignments, Json, OptionsName, command
+from dsv32_reports.commands.common import EXIT_OF_STATUS, Assignments, Json, command
 from dsv32_reports.interrupt import interrupts
 from dsv32_reports.json_file import encode_campaign
 from dsv32_reports.model import EXIT_INTERRUPTED
@@ -30,6 +30,7 @@ from dsv32_reports.signoff import until_interrupted
 from dsv32_reports.terminal import ProgressListener
 
 RESULT = "result.json"
+IN_TREE = "in-tree"
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
 
 CorpusFolder = Annotated[
@@ -44,9 +45,15 @@ def fuzz_command(
         str | None,
         typer.Option("--max-time", metavar="DURATION", help="Such as 90s, 30m or 8h; default the profile's."),
     ] = None,
-    options: OptionsName = "pr47766",
+    options: Annotated[
+        str | None,
+        typer.Option("--options", help=f"Options of the in-tree path: {', '.join(PRESETS)}; default pr47766."),
+    ] = None,
     set_: Assignments = None,
-    target: Annotated[str, typer.Option(help="What is under test.")] = "in-tree",
+    target: Annotated[str, typer.Option(help="What is under test.")] = IN_TREE,
+    target_argument: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="What another target is opened with, e.g. path=DIR.")
+    ] = None,
     profile: Annotated[str, typer.Option(help=f"What is promised: {', '.join(FUZZ_PROFILES)}.")] = "nightly",
     check: Annotated[
         list[str] | None, typer.Option(help="Only this check or traffic class; may be given more than once.")
@@ -77,7 +84,8 @@ def fuzz_command(
     seconds = parse_duration(max_time) if max_time else _profile_seconds(profile)
     part, parts = parse_shard(shard)
     check_place(examples)
-    subject = open_target(target, resolve(options, tuple(set_ or ())))
+    chosen, arguments = target_settings(target, options, tuple(set_ or ()), tuple(target_argument or ()))
+    subject = open_target(target, chosen, arguments)
     beside = ledger.parent if ledger else Path()
     spec = make_spec(
         subject,
@@ -86,6 +94,7 @@ def fuzz_command(
         names=tuple(check or ()),
         case_seconds=case_timeout,
         examples=examples,
+        arguments=arguments,
         ledger=known,
         ledger_folder=beside,
     )
@@ -141,6 +150,26 @@ def show(result: CampaignResult, folder: Path, *, quiet: bool, json: bool) -> No
         print(encode_campaign(result).decode(), end="")
     else:
         print("\n".join([*result_lines(result, quiet=quiet), f"result: {folder / RESULT}"]))
+
+
+def target_settings(
+    target: str, options: str | None, assignments: tuple[str, ...], arguments: tuple[str, ...]
+) -> tuple[Options | None, dict[str, str]]:
+    """The options of the in-tree path, or the arguments of another target.
+
+    Raises:
+        ValueError: options for another target, an unknown preset, or an argument that is not NAME=VALUE.
+    """
+    pairs = [argument.partition("=") for argument in arguments]
+    for name, sign, value in pairs:
+        if not (name and sign and value):
+            raise ValueError(f"--target-argument is {name + sign + value!r}; write NAME=VALUE")
+    found = {name: value for name, _, value in pairs}
+    if target == IN_TREE:
+        return resolve(options or "pr47766", assignments), found
+    if options is not None or assignments:
+        raise ValueError(f"--options and --set are of the in-tree path; {target} is what its code does")
+    return None, found
 
 
 def parse_duration(text: str) -> float:
