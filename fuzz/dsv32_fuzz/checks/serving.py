@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from dsv32_fast.batch import StepBatch
 from dsv32_fast.plan import consumer_view
-from dsv32_fuzz.batch_mixes import batch, batch_mix_steps, edge_lens, same_key_neighbour
+from dsv32_fuzz.batch_mixes import TOPK, batch, batch_mix_steps, edge_lens, same_key_neighbour
 from dsv32_fuzz.case import Dims
 from dsv32_fuzz.checks import TARGET_POISON, TWIN_POISON
 from dsv32_fuzz.checks.own_input import InputCheck
@@ -202,11 +202,12 @@ class Permuted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @st.composite
 def _permuted_inputs(draw: st.DrawFn) -> Permuted:
-    queries = draw(st.lists(sampled_from((1, 2, 4, 8)), min_size=2, max_size=5))
-    same = draw(st.booleans())
-    length = draw(edge_lens(8))
-    queries[0] = queries[1] % 8 + 1  # two requests at least differ, so some order is another step
-    requests = tuple((q, length if same else draw(edge_lens(8))) for q in queries)
+    same = draw(sampled_from(("length", "crossing", "")))
+    queries = draw(st.lists(sampled_from((2, 4, 8) if same == "crossing" else (1, 2, 4, 8)), min_size=2, max_size=5))
+    queries[0] = queries[1] % 8 + 2  # two requests at least differ, so some order is another step
+    length, context = draw(edge_lens(10)), TOPK - min(queries)
+    seqs = {"length": lambda q: length, "crossing": lambda q: context + q, "": lambda q: draw(edge_lens(10))}
+    requests = tuple((q, seqs[same](q)) for q in queries)
     order = draw(st.permutations(range(len(requests))))
     if [requests[r] for r in order] == list(requests):
         order = [1, 0, *range(2, len(requests))]
@@ -221,7 +222,7 @@ class PermutationInvariance(SessionCheck):
     input_type = Permuted
 
     def inputs(self) -> st.SearchStrategy[Permuted]:
-        """Unequal query lengths, and often equal sequence lengths, so that only the order tells steps apart."""
+        """Unequal query lengths; often equal sequences, or equal contexts all about to cross topk: only order differs."""
         return _permuted_inputs()
 
     def run(self, drawn: Permuted, target: Target) -> Verdict:
