@@ -105,6 +105,7 @@ class TinyTarget:
     evidence: str = "emulated"
     caches: bool = False
     options: None = None
+    kernels: None = None
 
     def open(self, dims: Dims, *, rebuild: bool = False, poison: int = 0) -> TinySession:
         """An engine; it plans every step anyway, so the twin is another one."""

@@ -26,7 +26,7 @@ def replay_case(case: AnyCase, options: Options | None = None, target: Target | 
     return replay_on(case, target), describe(target.options) if target.options else target.name
 
 
-def _options(case: Case, options: Options | None) -> Options:
+def _options(case: AnyCase, options: Options | None) -> Options:
     if options is None and case.target != "in-tree":
         raise ValueError(f"the case is for target {case.target}; give --target, or --options for the in-tree path")
     used = options or case.options

@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from dsv32_fuzz.campaign import CHECKS
 from dsv32_fuzz.checks import run_case
+from dsv32_fuzz.checks.catalogue import STEP_CHECKS
 from dsv32_fuzz.targets import registry
 from dsv32_fuzz.targets.corpus import cases
 from dsv32_fuzz.verdict import Status
@@ -38,7 +38,7 @@ def test_the_documented_example_opens_by_its_entry_point_and_passes(
     monkeypatch.setattr(registry, "registered", lambda: [entry])
     assert registry.names() == ("in-tree", "vllm", "tiny")
     target = registry.open_target("tiny")
-    statuses = {v.status for _, case in cases(target) for v in run_case(case, target, CHECKS)}
+    statuses = {v.status for _, case in cases(target) for v in run_case(case, target, STEP_CHECKS)}
     assert statuses == {Status.PASSED, Status.SKIPPED, Status.MISTRUSTED}  # no cache; some runs never shrink
     with pytest.raises(ValueError, match="target tiny takes no path"):
         registry.open_target("tiny", path="x")
@@ -56,7 +56,7 @@ def test_a_defect_of_the_example_is_seen(example: ModuleType) -> None:
     target = example.TinyTarget()
     session = example.TinySession(Late(cases(target)[0][1].dims, 0))
     object.__setattr__(target, "open", lambda _dims, **_: session)
-    (verdict,) = run_case(cases(target)[0][1], target, [c for c in CHECKS if c.name == "step_metadata"])
+    (verdict,) = run_case(cases(target)[0][1], target, [c for c in STEP_CHECKS if c.name == "step_metadata"])
     assert verdict.status is Status.FAILED
     assert "paged_kv_indptr[1]" in verdict.summary
 

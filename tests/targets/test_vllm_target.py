@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from dsv32_fast.batch import StepBatch
 from dsv32_fast.plan import consumer_bytes
-from dsv32_fuzz.campaign import CHECKS
 from dsv32_fuzz.case import Dims
 from dsv32_fuzz.checks import run_case
+from dsv32_fuzz.checks.catalogue import STEP_CHECKS
 from dsv32_fuzz.targets.corpus import PURPOSES, cases
 from dsv32_fuzz.targets.registry import open_target
 from dsv32_fuzz.targets.survey import behaviour, compare
@@ -56,7 +56,7 @@ def partial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmTarget]:
 
 def outcome(target: VllmTarget) -> dict[str, dict[str, Status]]:
     """Status of every check on every purposeful sequence, by name of the sequence."""
-    return {name: {v.check: v.status for v in run_case(case, target, CHECKS)} for name, case in cases(target)}
+    return {name: {v.check: v.status for v in run_case(case, target, STEP_CHECKS)} for name, case in cases(target)}
 
 
 def failing(target: VllmTarget, check: str) -> set[str]:
@@ -69,7 +69,7 @@ def test_a_sound_package_passes_every_check_on_every_purposeful_sequence(sound: 
     assert sound.caches
     assert not [(name, s) for name, statuses in seen.items() for s in statuses.items() if s[1] is Status.FAILED]
     passed = {check for statuses in seen.values() for check, status in statuses.items() if status is Status.PASSED}
-    assert passed == {check.name for check in CHECKS}  # each check found something to compare somewhere
+    assert passed == {check.name for check in STEP_CHECKS}  # each check found something to compare somewhere
 
 
 def test_each_defect_is_seen_by_its_check(defective: VllmTarget) -> None:
@@ -77,7 +77,7 @@ def test_each_defect_is_seen_by_its_check(defective: VllmTarget) -> None:
     seen = outcome(defective)
     by_check = {
         check.name: {name for name, statuses in seen.items() if statuses[check.name] is Status.FAILED}
-        for check in CHECKS
+        for check in STEP_CHECKS
     }
     assert wrong <= by_check["key_sufficiency"]
     assert by_check["key_sufficiency"] == by_check["cache_transparency"] == by_check["plan_coverage"]

@@ -179,8 +179,10 @@ class IndexerStages(InputCheck[StagesInput]):
         q, scale = subject.index_queries(world.qr_TL[rows].to(device), world.w, table, config, kernels)
         weights = subject.head_weights(world.a_TM[rows].to(device), scale, world.w, config, kernels)
         query, ways = subject.IndexQuery(q=q, weights=weights), subject.split_rows(batch, drawn.longest_paged)
-        cache = state.index[0]
-        scores = subject.index_scores(query, cache, batch, ways, preshuffle=state.preshuffle, kernels=kernels)
+        cache, width = state.index[0], max(batch.step.seq_lens)
+        scores = subject.index_scores(
+            query, cache, batch, ways, width=width, preshuffle=state.preshuffle, kernels=kernels
+        )
         topk = subject.select(scores, batch, ways, config.index_topk, kernels)
         positions = batch.positions + drawn.first_position
         made = (part.cpu() for part in (positions, q, scale, weights, scores, topk))

@@ -206,7 +206,11 @@ def _permuted_inputs(draw: st.DrawFn) -> Permuted:
     queries = draw(st.lists(sampled_from((2, 4, 8) if same == "crossing" else (1, 2, 4, 8)), min_size=2, max_size=5))
     queries[0] = queries[1] % 8 + 2  # two requests at least differ, so some order is another step
     length, context = draw(edge_lens(10)), TOPK - min(queries)
-    seqs = {"length": lambda q: length, "crossing": lambda q: context + q, "": lambda q: draw(edge_lens(10))}
+    seqs: dict[str, Callable[[int], int]] = {
+        "length": lambda q: length,
+        "crossing": lambda q: context + q,
+        "": lambda q: draw(edge_lens(10)),
+    }
     requests = tuple((q, seqs[same](q)) for q in queries)
     order = draw(st.permutations(range(len(requests))))
     if [requests[r] for r in order] == list(requests):

@@ -56,6 +56,7 @@ class VllmTarget:
     name = "vllm"
     evidence = "emulated"
     options = None
+    kernels = None
 
     def __init__(
         self,
