@@ -18,12 +18,12 @@ CONSTRAINTS := -c constraints.txt
 ADD_SITE = true
 endif
 
-.PHONY: signoff test lint nightly evidence clean
+.PHONY: signoff test lint nightly pages mutants evidence clean
 signoff: $(VENV)/ready
 	$(BIN)/dsv32 signoff
 
 test: $(VENV)/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not nightly"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not nightly and not browser"
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -45,6 +45,13 @@ nightly: $(VENV)/ready
 	  --corpus $(CORPUS) --ledger $(LEDGER) --out $(NIGHTS)/$(SEED) || status=$$?; \
 	$(BIN)/dsv32 bench plan || status=$$?; \
 	exit $$status
+
+# The pages in an installed Chromium; needs the extra `browser` (make pages EXTRAS=dev,oracle,browser on a fresh .venv).
+pages: $(VENV)/ready
+	$(BIN)/python -m pytest -m browser
+
+mutants: $(VENV)/ready
+	$(BIN)/python tests/faults/mutants.py
 
 evidence: $(VENV)/ready
 	$(BIN)/python docs/evidence.py
