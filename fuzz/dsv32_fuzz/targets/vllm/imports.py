@@ -153,7 +153,7 @@ def _tame(loaded: Loaded) -> None:
     torch.cuda.current_stream = lambda *_: SimpleNamespace(synchronize=synchronize)  # type: ignore[assignment]
     platform = type(importlib.import_module("vllm.platforms").current_platform)
     platform.num_compute_units = classmethod(lambda _cls, *_: loaded.compute_units)
-    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[assignment,method-assign]
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm") and isinstance(module, types.ModuleType) and "PIN_MEMORY" in vars(module):
             module.__dict__["PIN_MEMORY"] = False
