@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,17 @@ from dsv32_fuzz.targets.corpus import PURPOSES
 from dsv32_fuzz.targets.survey import Behaviour, compare
 from dsv32_fuzz.targets.vllm.arena import Arena, MappedArena
 from dsv32_fuzz.targets.vllm.kernels import EVERY, FIRST, SampledRowLengths, row_lengths
+from dsv32_fuzz.targets.vllm.process import expose
 from dsv32_fuzz.targets.vllm.wire import pack, receive, send, unpack
+
+
+def test_the_worker_sees_the_suite_and_nothing_that_is_installed_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    assert expose(tmp_path) == f"{tmp_path}{os.pathsep}/elsewhere"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["dsv32_fast", "dsv32_fuzz", "dsv32_ref"]
+    assert (tmp_path / "dsv32_fuzz" / "targets" / "vllm" / "worker.py").is_file()
 
 
 def test_messages_survive_and_cut_ones_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -203,6 +204,14 @@ def test_what_cannot_be_driven_says_why(tmp_path: Path, prologue: str, told: str
         open_fake(tmp_path, prologue=prologue)
     assert told in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_an_interpreter_that_has_vllm_needs_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(write_fake(tmp_path, key=None)))
+    target = VllmTarget(python=sys.executable)
+    assert not target.caches
+    assert target.versions["aiter"] == "emulated"
+    target.close()
 
 
 def test_usage_errors_of_the_target_options(tmp_path: Path) -> None:

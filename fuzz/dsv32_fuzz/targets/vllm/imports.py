@@ -49,12 +49,16 @@ class Loaded:
         """vLLM's `CommonAttentionMetadata`."""
         return importlib.import_module(COMMON).CommonAttentionMetadata
 
-    def builder_class(self) -> Any:
-        """The metadata builder, found through the backend class, as vLLM finds it."""
+    def backend_class(self) -> Any:
+        """The attention backend, from which vLLM gets the classes of its builder and its layers."""
         for value in vars(self.backend).values():
             if isinstance(value, type) and value.__module__ == BACKEND and hasattr(value, "get_builder_cls"):
-                return value.get_builder_cls()
+                return value
         raise LookupError(f"{BACKEND} defines no attention backend class")
+
+    def builder_class(self) -> Any:
+        """The metadata builder."""
+        return self.backend_class().get_builder_cls()
 
 
 def load(path: str | None, aiter_release: str | None) -> Loaded:
@@ -149,7 +153,7 @@ def _tame(loaded: Loaded) -> None:
     torch.cuda.current_stream = lambda *_: SimpleNamespace(synchronize=synchronize)  # type: ignore[assignment]
     platform = type(importlib.import_module("vllm.platforms").current_platform)
     platform.num_compute_units = classmethod(lambda _cls, *_: loaded.compute_units)
-    platform.is_pin_memory_available = classmethod(lambda _cls: False)
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm") and isinstance(module, types.ModuleType) and "PIN_MEMORY" in vars(module):
             module.__dict__["PIN_MEMORY"] = False

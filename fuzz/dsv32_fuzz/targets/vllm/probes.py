@@ -8,16 +8,22 @@ everything that must not be written holds a mark.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from dsv32_fast.batch import StepBatch
+from dsv32_fuzz.case import Dims
+from dsv32_fuzz.targets.vllm.engine import Setting
 from dsv32_fuzz.targets.vllm.imports import Loaded
 from dsv32_fuzz.targets.vllm.kernels import NAME as ROW_LENGTHS
 from dsv32_fuzz.targets.vllm.kernels import SampledRowLengths, row_lengths
+from dsv32_fuzz.targets.vllm.sessions import make_builder, run_build
 
 MARK = -7777
 TOPK = 256  # the converter wants a multiple of 128
@@ -203,9 +209,49 @@ def row_length_kernel(loaded: Loaded) -> Answer:
     return passed(f"{rows} rows, lengths on both sides of topk, queries on both sides of a block of 64")
 
 
+def shared_indices(loaded: Loaded) -> Answer:
+    """Every pass of a layer attends the indices that the indexer wrote last, also a layer that has no indexer.
+
+    Drives `forward_mqa` up to the attention kernel, twice on the metadata of one step, with other indices in between.
+    """
+    dims, length = Dims(topk=TOPK, max_num_batched_tokens=64), 200
+    builder = make_builder(loaded, dims, 0, Setting())
+    metadata, _ = run_build(loaded, builder, dims, StepBatch(query_lens=(1,), seq_lens=(length,)))
+    metadata.block_table = torch.arange(1000, dtype=torch.int32).reshape(1, -1)
+    indices_TK = torch.arange(TOPK, dtype=torch.int32).reshape(1, -1).repeat(64, 1)
+    layer = _layer(loaded, indices_TK)
+    q, cache = torch.zeros(1, 16, 576, dtype=torch.bfloat16), torch.zeros(1000, 1, 576, dtype=torch.bfloat16)
+    seen = []
+    for first in (0, 300):
+        indices_TK.copy_(torch.arange(first, first + TOPK, dtype=torch.int32))
+        layer.forward_mqa(q, cache, metadata, SimpleNamespace(_q_scale=None, _k_scale=None))
+        seen.append(int(metadata.paged_kv_indices[0]))
+    if seen == [0, 300]:
+        return passed("converted in each of two passes over one step's metadata")
+    if seen[0] != 0:
+        return failed(f"the first pass attends slot {seen[0]}, expected 0")
+    return failed(
+        f"a layer without an indexer still attends slot {seen[1]} after the indices moved to 300: one pass a step"
+    )
+
+
+def _layer(loaded: Loaded, indices_TK: torch.Tensor) -> Any:
+    """An attention layer of this vLLM without an indexer, whose attention kernel does nothing."""
+    kind = loaded.backend_class().get_impl_cls()
+    layer = object.__new__(kind)
+    fields = {"num_heads": 16, "kv_lora_rank": 512, "kv_cache_dtype": "auto", "scale": 1.0, "sinks": None}
+    fields |= {"topk_indices_buffer": indices_TK, "owns_indexer": False, "index_epoch": 1}
+    fields |= {"use_aiter_sparse_mla": False, "_forward_mla": lambda *_args, **_kwargs: (None, None)}
+    for name, value in fields.items():
+        with contextlib.suppress(AttributeError):  # a property of this release, set through another field
+            setattr(layer, name, value)
+    return layer
+
+
 PROBES: dict[str, Probe] = {
     "converter": converter,
     "converter of an invalid index": converter_invalid,
     "ragged gather": ragged_gather,
     "row lengths": row_length_kernel,
+    "indices of sharing layers": shared_indices,
 }

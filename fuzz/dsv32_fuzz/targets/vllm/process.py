@@ -17,6 +17,7 @@ from typing import Any
 
 import dsv32_fast
 import dsv32_fuzz
+import dsv32_ref
 from dsv32_fuzz.targets.vllm.wire import Message, receive, send
 
 ENVIRONMENT = {
@@ -61,13 +62,14 @@ class Worker:
         self.python = python
         self._forgotten: list[int] = []
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the worker
+        self._links = tempfile.TemporaryDirectory(prefix="dsv32-worker-")
         try:
             self._process = subprocess.Popen(
                 [python, "-m", "dsv32_fuzz.targets.vllm.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
-                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": _python_path()},
+                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": expose(Path(self._links.name))},
                 start_new_session=True,  # Ctrl-C is for the suite, which then ends the worker
             )
         except OSError as error:
@@ -122,10 +124,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 stream.close()
 
 
-def _python_path() -> str:
-    """Where the worker finds the suite's own packages, before anything of the same name that is installed there."""
-    folders = [str(Path(module.__file__ or "").parent.parent) for module in (dsv32_fast, dsv32_fuzz)]
-    return os.pathsep.join(dict.fromkeys([*folders, *filter(None, [os.environ.get("PYTHONPATH")])]))
+def expose(folder: Path) -> str:
+    """The worker's PYTHONPATH: links to the suite's own packages in `folder`, and what the environment says.
+
+    Links, because the folder that they are installed in may hold another torch than the target's interpreter has.
+    """
+    for module in (dsv32_ref, dsv32_fast, dsv32_fuzz):
+        package = Path(module.__file__ or "").resolve().parent
+        (folder / package.name).symlink_to(package, target_is_directory=True)
+    return os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def default_python() -> str:
