@@ -116,9 +116,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
 }
 HEAD = """# Evidence
 
-Each section is what the command in it printed; `make evidence` runs them all (about two hours), `python docs/evidence.py
-TITLE...` some of them. All was measured on a CPU with emulated kernels: nothing has run on an MI355X. Times depend on the
-machine and on what else runs on it; counts do not.
+Each section is what the command in it printed; `make evidence` runs them all (about two hours), and
+`python docs/evidence.py TITLE...` some of them. All was measured on a CPU with emulated kernels: nothing has run on an
+MI355X. Times depend on the machine and on what else runs on it; counts do not.
 """
 
 
