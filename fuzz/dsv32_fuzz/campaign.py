@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from dsv32_fuzz.checks.exhaustive import WORLDS_ANY_Q, WORLDS_Q1, prove_key
 from dsv32_fuzz.checks.own_input import InputCheck
 from dsv32_fuzz.events import (
     Event,
+    PhaseFinished,
     PhaseStarted,
     Progress,
     RunFinished,
@@ -115,19 +117,34 @@ def trial_workload(run_seed: int, number: int) -> tuple[Workload, int, World]:
     return workload, rng.getrandbits(32), rng.choice(WORLDS)
 
 
-def campaign(target: Target, profile: Profile, *, run_seed: int) -> Generator[Event, None, None]:
-    """Run every phase; the last event is `RunFinished`. Ctrl-C ends it early, with what is finished told."""
+def phases(target: Target, profile: Profile, run_seed: int) -> dict[str, Callable[[], Iterator[Event]]]:
+    """Every phase of a campaign by name, in order."""
+    found: dict[str, Callable[[], Iterator[Event]]] = {
+        "recordings": recorded_plans,
+        "proof": partial(proof, target),
+        "workload": partial(workload_runs, target, profile.workload_seconds, run_seed),
+    }
+    found.update({f"fuzz:{scope}": partial(search, target, scope, profile, run_seed) for scope in TRAFFIC})
+    found.update({f"check:{name}": partial(search_family, target, name, profile, run_seed) for name in families()})
+    if isinstance(target, InTreeTarget) and target.caches:
+        found["skip_rate"] = partial(skip_rates, target, profile.table_requests, run_seed)
+    return found
+
+
+def campaign(
+    target: Target, profile: Profile, *, run_seed: int, done: Collection[str] = ()
+) -> Generator[Event, None, None]:
+    """Run every phase but those that are `done`; the last event is `RunFinished`.
+
+    Ctrl-C ends it early, with what is finished told.
+    """
     started, interrupted = time.monotonic(), False
     try:
-        yield from recorded_plans()
-        yield from proof(target)
-        yield from workload_runs(target, profile.workload_seconds, run_seed)
-        for scope in TRAFFIC:
-            yield from search(target, scope, profile, run_seed)
-        for family in families():
-            yield from search_family(target, family, profile, run_seed)
-        if isinstance(target, InTreeTarget) and target.caches:
-            yield from skip_rates(target, profile.table_requests, run_seed)
+        for name, phase in phases(target, profile, run_seed).items():
+            if name not in done:
+                began = time.monotonic()
+                yield from phase()
+                yield PhaseFinished(phase=name, seconds=time.monotonic() - began)
     except KeyboardInterrupt:
         interrupted = True
     yield RunFinished(seconds=time.monotonic() - started, interrupted=interrupted)

@@ -46,6 +46,13 @@ class PhaseStarted(Event, frozen=True, kw_only=True):
     seconds: float = 0.0
 
 
+class PhaseFinished(Event, frozen=True, kw_only=True):
+    """A part of the run is done; a run that is resumed goes on behind it. `seconds` is what it took."""
+
+    phase: str
+    seconds: float
+
+
 class Progress(Event, frozen=True, kw_only=True):
     """How far a phase is: `done` of 1, and a short text."""
 
@@ -103,6 +110,7 @@ class RunFinished(Event, frozen=True, kw_only=True):
 AnyEvent = (
     RunStarted
     | PhaseStarted
+    | PhaseFinished
     | Progress
     | VerdictReached
     | CounterexampleFound

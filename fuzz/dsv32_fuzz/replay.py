@@ -1,4 +1,4 @@
-"""Replay of a saved case on a target: with its own options, or with others."""
+"""Replay of a saved case: on the in-tree path, with its own options or with others, or on another target."""
 
 from __future__ import annotations
 
@@ -13,18 +13,26 @@ from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_fuzz.verdict import Status, Verdict
 
 
-def replay_case(case: AnyCase, options: Options | None = None) -> tuple[Verdict, str]:
-    """The verdict on the in-tree path of the check that the case was saved for, and the options used, in words.
+def replay_case(case: AnyCase, options: Options | None = None, target: Target | None = None) -> tuple[Verdict, str]:
+    """The verdict of the check that the case was saved for, and what it ran on, in words.
+
+    On the in-tree path with the case's own options or with others; on `target`, if one is given.
 
     Raises:
         ValueError: the case names an unknown check, or has no options and none are given.
     """
+    if target is None:
+        target = InTreeTarget(_options(case, options))
+    return replay_on(case, target), describe(target.options) if target.options else target.name
+
+
+def _options(case: AnyCase, options: Options | None) -> Options:
     if options is None and case.target != "in-tree":
-        raise ValueError(f"the case is for target {case.target}; give --options to run it on the in-tree path")
+        raise ValueError(f"the case is for target {case.target}; give --target, or --options for the in-tree path")
     used = options or case.options
     if used is None:
         raise ValueError("the case has no options of the in-tree path; give --options")
-    return replay_on(case, InTreeTarget(used)), describe(used)
+    return used
 
 
 def _unchanged(judged: Property) -> Property:

@@ -33,6 +33,6 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     summary: str
     """One line that a person understands without the source; for FAILED, the first violation."""
     measured: dict[str, float | int | str] = {}
-    """Numbers, by name; integers are counts and add up when verdicts are merged."""
+    """Numbers, by name; merged, integers are counts and add up, floats are worst values."""
     step: int = -1
     """Step of the first violation in the case that failed, -1 if there is none."""

@@ -7,6 +7,7 @@ import typer
 from dsv32_reports.commands import (
     bench,
     bench_checks,
+    bench_latency,
     bounds,
     doctor,
     faults,
@@ -61,6 +62,10 @@ app.command()(trace.trace)
 bench_app.command("plan")(bench.bench_plan_command)
 bench_app.command("ref")(bench.bench_ref_command)
 bench_app.command("checks")(bench_checks.bench_checks_command)
+bench_app.command("step")(bench_latency.bench_step_command)
+bench_app.command("selftest")(bench_latency.bench_selftest_command)
+bench_app.command("claims")(bench_latency.bench_claims_command)
+bench_app.command("workload")(bench_latency.bench_workload_command)
 
 
 def main() -> None:

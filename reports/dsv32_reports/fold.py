@@ -18,6 +18,7 @@ from dsv32_fuzz.events import (
     CounterexampleFound,
     Event,
     InputSpaceCovered,
+    PhaseFinished,
     RunFinished,
     RunStarted,
     SequencesChecked,
@@ -42,6 +43,8 @@ class Evidence:
     sequences: SequencesChecked | None = None
     coverage: list[Coverage] = field(default_factory=list)
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    seconds: float = 0.0
+    """Of all finished phases, over all sessions of a run that was resumed."""
     finished: RunFinished | None = None
 
     def add(self, event: Event) -> None:
@@ -59,6 +62,8 @@ class Evidence:
                 self.coverage.append(event.coverage)
             case TableMade():
                 self.tables[event.name] = event.rows
+            case PhaseFinished():
+                self.seconds += event.seconds
             case RunFinished():
                 self.finished = event
 
@@ -105,7 +110,7 @@ def make_report(evidence: Evidence, folder: str) -> Report:
         options=started.options,
         options_text=started.options_text,
         started=started.started,
-        seconds=round(finished.seconds, 1),
+        seconds=round(evidence.seconds, 1),
         seed=started.seed,
         profile=started.profile,
         approver=started.approver,

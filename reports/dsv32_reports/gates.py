@@ -99,7 +99,10 @@ FAMILY_TITLES = {
 }
 """Titles of the gates of the checks that draw their own input; a family that is not named here is its own title."""
 
-FIGURES: dict[str, tuple[str, str, float]] = {}
+FIGURES: dict[str, tuple[str, str, float]] = {
+    f"checks_{family}": ("largest share of its proven bound that an error uses", "worst_budget_used", 1.0)
+    for family in ("attention", "step")
+}
 """Gate -> what it measures, the name of that measurement, and the largest value that passes."""
 
 

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Generator, Iterable, Iterator
+import fcntl
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
 from dsv32_fast.options import describe
 from dsv32_fuzz.case import save_case
-from dsv32_fuzz.events import CounterexampleFound, Event, RunFinished, RunStarted, VerdictReached
+from dsv32_fuzz.events import (
+    AnyEvent,
+    CounterexampleFound,
+    Event,
+    PhaseFinished,
+    RunFinished,
+    RunStarted,
+    VerdictReached,
+)
 from dsv32_fuzz.targets import Target
 from dsv32_fuzz.verdict import Verdict
 from dsv32_reports.bundle import JOURNAL
 from dsv32_reports.fingerprint import fingerprint
 from dsv32_reports.fold import Evidence
 from dsv32_reports.interrupt import Interrupts
-from dsv32_reports.json_file import journal_line
+from dsv32_reports.json_file import journal_line, read_journal
 from dsv32_reports.policy import DEFAULT, Policy
 
+GIVEN = "given"
+"""Phase of evidence that was not made by the run."""
 Listener = Callable[[Event], None]
 
 
@@ -87,17 +99,61 @@ def run(
     """The events of a sign-off: what it is made of, evidence that was given, then the campaign."""
     yield first
     for verdict in given:
-        yield VerdictReached(phase="given", scope=verdict.check, verdict=verdict)
+        yield VerdictReached(phase=GIVEN, scope=verdict.check, verdict=verdict)
     yield from campaign
 
 
+def kept_events(folder: Path) -> list[AnyEvent]:
+    """What a run that was stopped or killed leaves to be resumed: its events up to the last finished phase.
+
+    Raises:
+        ValueError: no such run in the folder, or one that is finished.
+    """
+    journal = folder / JOURNAL
+    if not journal.is_file():
+        raise ValueError(f"{folder} holds no {JOURNAL}; give the folder of a sign-off that was stopped")
+    events = read_journal(journal)
+    if not events or not isinstance(events[0], RunStarted):
+        raise ValueError(f"{journal} does not begin with RunStarted; start a new sign-off")
+    if any(isinstance(event, RunFinished) and not event.interrupted for event in events):
+        raise ValueError(f"{folder} is finished; see its report.html, or start a new sign-off")
+    given = 1
+    while given < len(events) and isinstance(event := events[given], VerdictReached) and event.phase == GIVEN:
+        given += 1
+    ends = [number for number, event in enumerate(events, 1) if isinstance(event, PhaseFinished)]
+    return events[: max(ends, default=given)]
+
+
+def check_resumable(first: RunStarted, target: Target, folder: Path) -> None:
+    """Only the same software on the same target may go on with a run.
+
+    Raises:
+        ValueError: something differs.
+    """
+    now = fingerprint() | versions_of(target) | {"target": target.name}
+    then = first.fingerprint | {"target": first.target}
+    changed = [name for name in now.keys() | then.keys() if now.get(name) != then.get(name)]
+    if changed:
+        raise ValueError(f"{folder} was made with another {', '.join(sorted(changed))}; start a new sign-off")
+
+
 def collect(
-    events: Generator[Event, None, None], folder: Path, listeners: Iterable[Listener], interrupts: Interrupts
+    events: Generator[Event, None, None],
+    folder: Path,
+    listeners: Iterable[Listener],
+    interrupts: Interrupts,
+    kept: Sequence[Event] = (),
 ) -> Evidence:
-    """Drain the stream: every event goes to the journal and the listeners first, then into the evidence."""
+    """Drain the stream: every event goes to the journal and the listeners first, then into the evidence.
+
+    Raises:
+        ValueError: another sign-off writes into this folder.
+    """
     evidence = Evidence()
     listeners = list(listeners)
-    with interrupts.noted(), (folder / JOURNAL).open("wb") as journal:
+    with interrupts.noted(), _journal(folder, kept) as journal:
+        for event in kept:
+            evidence.add(event)
         for event in until_interrupted(events, interrupts):
             journal.write(journal_line(event))
             journal.flush()
@@ -107,6 +163,24 @@ def collect(
             for listener in listeners:
                 listener(event)
     return evidence
+
+
+@contextmanager
+def _journal(folder: Path, kept: Sequence[Event]) -> Iterator[BinaryIO]:
+    """The journal with what is kept, locked, open for more; cases of what is not kept are gone."""
+    with (folder / JOURNAL).open("ab") as journal:
+        try:
+            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"another sign-off writes into {folder}; wait for it, or give another --out") from error
+        lines = (folder / JOURNAL).read_bytes().splitlines(keepends=True) if kept else []
+        if journal.tell():
+            journal.truncate(sum(len(line) for line in lines[: len(kept)]))
+        cases = {f"{e.case.scope}-{e.case.check}.json" for e in kept if isinstance(e, CounterexampleFound)}
+        for path in (folder / "cases").iterdir():
+            if path.name not in cases:
+                path.unlink()
+        yield journal
 
 
 def until_interrupted(events: Generator[Event, None, None], interrupts: Interrupts) -> Iterator[Event]:

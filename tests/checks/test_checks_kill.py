@@ -323,3 +323,11 @@ def test_split_cap_is_told_apart_from_stale_rows() -> None:
     assert verdicts(InTreeTarget(resolve("vllm026", ("split_cap=unlimited",))), steps)["key_sufficiency"].status is (
         Status.PASSED
     )
+
+
+def test_merged_figures_add_up_or_keep_the_worst() -> None:
+    parts = [
+        Verdict(check="c", status=Status.PASSED, summary="", measured={"rows": rows, "worst": worst, "word": "x"})
+        for rows, worst in ((2, 0.5), (3, 0.25))
+    ]
+    assert merge(parts).measured == {"rows": 5, "worst": 0.5}

@@ -249,6 +249,12 @@ def test_an_interrupt_keeps_what_was_found(tmp_path: Path, sent: signal.Signals)
     assert document["outcome"] == "NO-GO"
     assert output.startswith("NO-GO")
     assert document["findings"]
+    assert "go on with dsv32 signoff --resume run" in errors
+    if sent is signal.SIGINT:
+        dsv32("signoff", "--resume", "run", cwd=tmp_path, code=1)
+        assert "interrupted" not in json.loads((tmp_path / "run" / "report.json").read_text())["reason"]
+        dsv32("verify", "run", cwd=tmp_path, code=0)
+        assert "is finished" in dsv32("signoff", "--resume", "run", cwd=tmp_path, code=2).stderr
 
 
 def test_golden_replays_a_folder_of_decodes(tmp_path: Path) -> None:

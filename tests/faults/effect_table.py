@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from dsv32_fuzz.targets.intree import InTreeTarget
 
 Observe = Callable[[InTreeTarget], Any]
@@ -25,3 +27,7 @@ EFFECTS: dict[str, Effect] = {}
 def effect(name: str, observe: Observe, shows: Callable[[Any, Any], bool]) -> None:
     assert name not in EFFECTS
     EFFECTS[name] = Effect(observe, shows)
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import effects_of_caches
 import effects_of_graphs
+import effects_of_indexer
 import effects_of_kernels
 import effects_of_layers
 import effects_of_plans
@@ -16,7 +18,14 @@ from dsv32_fuzz.faults import AREAS, CATALOGUE, FAULTS, Fault, of_area
 from dsv32_fuzz.faults.base import _resolve
 from dsv32_fuzz.faults.selftest import PROBES, complaints
 
-MODULES = (effects_of_graphs, effects_of_kernels, effects_of_layers, effects_of_plans)
+MODULES = (
+    effects_of_caches,
+    effects_of_graphs,
+    effects_of_indexer,
+    effects_of_kernels,
+    effects_of_layers,
+    effects_of_plans,
+)
 PRODUCT = [fault for fault in CATALOGUE if fault.area != "harness"]
 _clean: dict[tuple[Observe, str], Any] = {}
 

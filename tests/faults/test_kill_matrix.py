@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from dsv32_fuzz.case import load_case
 from dsv32_fuzz.checks.catalogue import INPUT_CHECKS
 from dsv32_fuzz.checks.own_input import InputCheck
-from dsv32_fuzz.faults import AREAS, FAULTS, Fault, Patch, matrix
-from dsv32_fuzz.faults.matrix import Effort, assemble, ordered, rotating, run_control, run_fault, run_matrix, run_rows
+from dsv32_fuzz.faults import AREAS, FAULTS, Fault, Patch, matrix, rotating
+from dsv32_fuzz.faults.matrix import Effort, assemble, ordered, run_control, run_fault, run_matrix, run_rows
 from dsv32_fuzz.faults.picture import heat_map
 from dsv32_fuzz.faults.results import ControlRow, FaultRow, Kill, KillMatrix
 from dsv32_fuzz.properties import OwnInput, Property, properties, property_of
@@ -33,6 +33,7 @@ STEP_AREAS = {"key", "planner", "buffers", "harness"}
 """What step checks alone can kill."""
 SURVIVE_TODAY = {
     "key_idle_reuses": "no traffic class draws an idle step that is padded",
+    "key_kept_after_dummy": "a batch that comes back behind a capture is drawn rarely",
     "key_no_rows": "no traffic class pads one batch to two sizes",
     "buffer_dummy_extent": "no traffic class draws the bound of a capture under these options",
     "plan_topk_of_2048": "step sequences are drawn at topk 2048",

@@ -95,7 +95,7 @@ def test_plan_launches_equal_key_changes(name: str) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_cleared_bytes_follow_the_formula(name: str) -> None:
-    """Tail: 4 (d_req + topk d_tokens) of the shrink; full: 4 (N + topk N + N + 1); both: 4 (N - T) of the indptr tail."""
+    """Tail: 4 (d_req + topk d_tokens) of the shrink; full: 4 (N + topk N + N + 1); both: 4 (N - T) of the indptr."""
     topk, schedule = SHALLOW.index_topk, SCHEDULES[name]
     steps = batches(schedule)
     live, rows = [b.num_query_tokens for b in steps], [b.num_tokens for b in steps]
@@ -179,11 +179,11 @@ def tally(work, device: str = "cpu", persistent: tuple[torch.Tensor, ...] = ()) 
 def test_what_waits_for_the_device() -> None:
     x, mask, i = torch.arange(6.0), torch.tensor([True, False] * 3), torch.tensor([0, 2])
     waits = {
-        "item": lambda: x[0].item(),
+        "item": x[0].item,
         "bool": lambda: bool(x[0] > 1),
         "mask": lambda: x[mask],
         "mask write": lambda: x.index_put_((mask,), torch.zeros(3)),
-        "nonzero": lambda: x.nonzero(),
+        "nonzero": x.nonzero,
         "repeats": lambda: torch.repeat_interleave(i),
         "equal": lambda: torch.equal(x, x),
     }

@@ -264,17 +264,16 @@ def test_overlapping_steps_and_impossible_times(tmp_path: Path) -> None:
 
 
 GENERATE = """
-import sys
-event = ('{"ph": "X", "cat": "kernel", "name": "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor'
-         '<int>, std::array<char*, 1ul> >(int, at::native::FillFunctor<int>, std::array<char*, 1ul>)", "pid": 0, "tid": 7, '
-         '"ts": %d.125, "dur": 1.5, "args": {"External id": %d, "device": 0, "stream": 7, "correlation": %d, '
-         '"registers per thread": 16, "grid": [1024, 1, 1], "block": [128, 1, 1]}}')
-size, i = 0, 0
+import json, sys
+name = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>, std::array<char*, 1ul> >(int)"
+args = {"External id": 1, "device": 0, "stream": 7, "registers": 16, "grid": [1024, 1, 1], "block": [128, 1, 1]}
+head = json.dumps({"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": 7, "args": args})[:-1]
+size = i = 0
 with open(sys.argv[1], "w") as file:
     file.write('{"schemaVersion": 1, "traceEvents": [\\n')
     while size < int(sys.argv[2]):
-        lines = [event % (2 * k, k, k) for k in range(i, i + 1000)]
-        lines.append('{"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#%d", "ts": %d, "dur": 1999}' % (i, 2 * i))
+        lines = [f'{head}, "ts": {2 * k}.125, "dur": 1.5}}' for k in range(i, i + 1000)]
+        lines.append(f'{{"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#{i}", "ts": {2 * i}, "dur": 1999}}')
         size += file.write(",\\n".join(lines) + ",\\n")
         i += 1000
     file.write('{"ph": "M", "name": "end"}]}')
@@ -286,7 +285,8 @@ from dsv32_fuzz.traces.kineto import read_trace
 from dsv32_fuzz.traces.steps import step_table
 begin = time.process_time()
 table = step_table(read_trace(Path(sys.argv[1])))
-print(sum(table.counts["fills"]), table.steps, time.process_time() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+seconds = time.process_time() - begin
+print(sum(table.counts["fills"]), table.steps, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 

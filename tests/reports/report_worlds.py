@@ -15,6 +15,7 @@ from dsv32_fuzz.events import (
     CounterexampleFound,
     Event,
     InputSpaceCovered,
+    PhaseFinished,
     RunFinished,
     RunStarted,
     SequencesChecked,
@@ -100,6 +101,7 @@ def whole_run(*, failing: bool = False, **changes: Any) -> list[Event]:
         InputSpaceCovered(phase="fuzz:decode", scope="decode", coverage=coverage()),
         SequencesChecked(sequences=40, failed=0, step_batches=12000),
         TableMade(name="skip_rate", rows=[row]),
+        PhaseFinished(phase="workload", seconds=100.0),
         RunFinished(seconds=100.0),
     ]
 

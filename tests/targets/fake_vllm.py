@@ -38,8 +38,22 @@ from aiter import dtypes, get_mla_metadata_info_v1
 from vllm.platforms import current_platform
 
 KEY, CLEAR, ROWS, PERSISTENT, MOVES = {key!r}, {clear!r}, {rows!r}, {persistent!r}, {moves!r}
+INVALID, SHIFT = {invalid!r}, {shift!r}
 FIELDS = ("work_meta_data", "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map")
 print("a line on standard output")  # must not reach the messages
+
+
+def triton_convert_req_index_to_global_index(req, table, tokens, indptr, out, BLOCK_SIZE=64, NUM_TOPK_TOKENS=2048):
+    for row in range(len(req)):
+        start, end = int(indptr[row]), int(indptr[row + 1])
+        token = tokens[row, : end - start].long()
+        slot = table[int(req[row])][token.clamp_min(0) // BLOCK_SIZE] * BLOCK_SIZE + token % BLOCK_SIZE + SHIFT
+        out[start:end] = torch.where(token < 0, INVALID, slot).int()
+
+
+def fetch_id_to_ragged_triton(table, indptr, out, topk):
+    for row in range(len(table)):
+        out[int(indptr[row]) : int(indptr[row + 1]) + SHIFT] = table[row, : int(indptr[row + 1] - indptr[row]) + SHIFT]
 
 
 class FakeBackend:
@@ -50,14 +64,16 @@ class FakeBackend:
 
 class FakeBuilder:
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
-        rows, self.topk = vllm_config.scheduler_config.max_num_batched_tokens, vllm_config.model_config.hf_config.index_topk
+        rows = vllm_config.scheduler_config.max_num_batched_tokens
+        self.topk = vllm_config.model_config.hf_config.index_topk
         self.heads = max(16, vllm_config.model_config.get_num_attention_heads(None))
         self.req_ids = torch.zeros(rows, dtype=torch.int32)
         self.qo = torch.arange(rows + 1, dtype=torch.int32)
         self.last = torch.ones(rows, dtype=torch.int32)
         self.indices = torch.zeros(rows * self.topk, dtype=torch.int32)
         self.indptr = torch.zeros(rows + 1, dtype=torch.int32)
-        info = get_mla_metadata_info_v1(rows, 1, self.heads, torch.bfloat16, torch.bfloat16, is_sparse=True, fast_mode=True)
+        bf16 = torch.bfloat16
+        info = get_mla_metadata_info_v1(rows, 1, self.heads, bf16, bf16, is_sparse=True, fast_mode=True)
         for field, (shape, dtype) in zip(FIELDS, info):
             setattr(self, "my_" + field, torch.empty(shape, dtype=dtype))
         self.last_key, self.extents = None, (0, 0)
@@ -114,6 +130,8 @@ def write_fake(
     rows: str = "padded",
     persistent: str = "always",
     moves: bool = False,
+    invalid: int = -1,
+    shift: int = 0,
     prologue: str = "",
 ) -> Path:
     """Write the package; the defaults are without a defect.
@@ -125,9 +143,13 @@ def write_fake(
         rows: `padded`, or `live` for a release that leaves padding rows out.
         persistent: `always`, or `decode` for a release that plans only steps of one token per request.
         moves: whether a view moves from step to step.
+        invalid: what the converter makes of an invalid index.
+        shift: by how much the converters are off: in slots, and in rows that are too long.
         prologue: statements at the start of the backend module.
     """
-    backend = BACKEND.format(key=key, clear=clear, rows=rows, persistent=persistent, moves=moves)
+    backend = BACKEND.format(
+        key=key, clear=clear, rows=rows, persistent=persistent, moves=moves, invalid=invalid, shift=shift
+    )
     files = {
         "__init__.py": "",
         "platforms.py": PLATFORMS,

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from dsv32_fast.batch import StepBatch
 from dsv32_fast.plan import consumer_bytes
-from dsv32_fuzz.campaign import CHECKS
 from dsv32_fuzz.case import Dims
 from dsv32_fuzz.checks import run_case
+from dsv32_fuzz.checks.catalogue import STEP_CHECKS
 from dsv32_fuzz.targets.corpus import PURPOSES, cases
 from dsv32_fuzz.targets.registry import open_target
 from dsv32_fuzz.targets.survey import behaviour, compare
@@ -40,7 +40,8 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmTarget]:
 @pytest.fixture(scope="module")
 def defective(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmTarget]:
     """The old key, no clears, and a view that moves: each is seen by a check of its own."""
-    target = open_fake(tmp_path_factory.mktemp("defective"), key="old", clear=False, moves=True)
+    folder = tmp_path_factory.mktemp("defective")
+    target = open_fake(folder, key="old", clear=False, moves=True, invalid=0, shift=1)
     yield target
     target.close()
 
@@ -55,7 +56,7 @@ def partial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmTarget]:
 
 def outcome(target: VllmTarget) -> dict[str, dict[str, Status]]:
     """Status of every check on every purposeful sequence, by name of the sequence."""
-    return {name: {v.check: v.status for v in run_case(case, target, CHECKS)} for name, case in cases(target)}
+    return {name: {v.check: v.status for v in run_case(case, target, STEP_CHECKS)} for name, case in cases(target)}
 
 
 def failing(target: VllmTarget, check: str) -> set[str]:
@@ -68,7 +69,7 @@ def test_a_sound_package_passes_every_check_on_every_purposeful_sequence(sound: 
     assert sound.caches
     assert not [(name, s) for name, statuses in seen.items() for s in statuses.items() if s[1] is Status.FAILED]
     passed = {check for statuses in seen.values() for check, status in statuses.items() if status is Status.PASSED}
-    assert passed == {check.name for check in CHECKS}  # each check found something to compare somewhere
+    assert passed == {check.name for check in STEP_CHECKS}  # each check found something to compare somewhere
 
 
 def test_each_defect_is_seen_by_its_check(defective: VllmTarget) -> None:
@@ -76,7 +77,7 @@ def test_each_defect_is_seen_by_its_check(defective: VllmTarget) -> None:
     seen = outcome(defective)
     by_check = {
         check.name: {name for name, statuses in seen.items() if statuses[check.name] is Status.FAILED}
-        for check in CHECKS
+        for check in STEP_CHECKS
     }
     assert wrong <= by_check["key_sufficiency"]
     assert by_check["key_sufficiency"] == by_check["cache_transparency"] == by_check["plan_coverage"]
@@ -152,6 +153,42 @@ def test_sessions_are_closed_when_nobody_holds_them(sound: VllmTarget) -> None:
         sound.open(SMALL)
     keep.build(StepBatch(query_lens=(1,), seq_lens=(5,)))
     assert descriptors() <= before + 1  # the last one is forgotten with the next message
+
+
+def answers(target: VllmTarget) -> dict[str, tuple[str, str]]:
+    return {answer["name"]: (answer["status"], answer["summary"]) for answer in target.probe()}
+
+
+def test_probes_of_a_sound_package(sound: VllmTarget) -> None:
+    found = answers(sound)
+    converters = ("converter", "converter of an invalid index", "ragged gather")
+    held = (
+        *converters,
+        "split cap and key",
+        "host copy of lengths",
+        "stream order",
+        "padding of heads",
+        "continued prompt",
+    )
+    assert {name: found[name][0] for name in held} == dict.fromkeys(held, "PASSED")
+    assert "256" in found["converter"][1]
+    assert found["router bias"][0] == "FAILED"  # the fake has no vllm._aiter_ops: an error of the target, told
+    assert "ModuleNotFoundError" in found["router bias"][1]
+    assert found["row lengths"] == (
+        "SKIPPED",
+        "the release has no generate_sparse_seqlen_kernel; its rows are judged by the check planner_input",
+    )
+
+
+def test_probes_see_defects_of_converters_and_key(defective: VllmTarget) -> None:
+    found = answers(defective)
+    assert found["converter"][0] == found["ragged gather"][0] == "FAILED"
+    assert found["converter of an invalid index"] == (
+        "FAILED",
+        "-1 becomes slot 0: the kernel attends whatever lies there, instead of nothing",
+    )
+    assert found["continued prompt"] == ("FAILED", "the plan of the chunk before is reused")
+    assert found["types with an fp8 cache"][0] == "FAILED"  # it passes no types
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,9 @@ def _skipped(check: type[Check]) -> Verdict:
 
 
 def merge(verdicts: Iterable[Verdict]) -> Verdict:
-    """One verdict for many runs of one check: FAILED if any failed, PASSED if any run was trusted; counts add up.
+    """One verdict for many runs of one check: FAILED if any failed, PASSED if any run was trusted.
+
+    Integers add up, floats are worst values and keep the largest, texts are dropped.
 
     Raises:
         ValueError: no verdict, or verdicts of different checks.
@@ -179,8 +181,15 @@ def merge(verdicts: Iterable[Verdict]) -> Verdict:
     by_status = {verdict.status: verdict for verdict in reversed(verdicts)}
     order = (Status.FAILED, Status.PASSED, Status.MISTRUSTED, Status.SKIPPED)
     status = next(status for status in order if status in by_status)
-    measured: Counter[str] = Counter()
+    measured: dict[str, float | int | str] = {}
     for verdict in verdicts:
-        measured.update({name: value for name, value in verdict.measured.items() if isinstance(value, int)})
+        for name, value in verdict.measured.items():
+            known = measured.get(name)
+            if isinstance(value, str):
+                continue
+            if isinstance(value, float):
+                measured[name] = value if not isinstance(known, float) else max(known, value)
+            else:
+                measured[name] = value + (known if isinstance(known, int) else 0)
     first = by_status[status]
-    return Verdict(check=first.check, status=status, summary=first.summary, measured=dict(measured), step=first.step)
+    return Verdict(check=first.check, status=status, summary=first.summary, measured=measured, step=first.step)

@@ -18,6 +18,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+import dsv32_fast.attention as path_attention
 from dsv32_fast.batch import StepBatch
 from dsv32_fast.graph import attention, queues
 from dsv32_fast.graph.arena import Arena
@@ -290,7 +291,7 @@ class PoisonedPlan(GraphCheck):
                 buffers = attention.allocate(step.num_tokens, HEADS, DIM, LATENT, TOPK)
                 buffers.q_NHD[: len(given[0])], buffers.slots_NK[: len(given[1])] = given
                 metadata = builder.build(step)
-                attention.gather_indices(buffers.slots_NK, metadata.paged_kv_indptr_T1, metadata.paged_kv_indices)
+                path_attention.gather_indices(buffers.slots_NK, metadata.paged_kv_indptr_T1, metadata.paged_kv_indices)
                 words += poison(metadata, buffers, step.num_query_tokens)
                 _decode(target.kernels, buffers.q_NHD, kv, buffers.o_NHC, metadata)
                 wrong = first_wrong_row(buffers.o_NHC[: len(given[0])], eager(step, given, kv, _options(target)))

@@ -40,7 +40,7 @@ CATALOGUE: tuple[Fault, ...] = (
 )
 FAULTS: dict[str, Fault] = {fault.name: fault for fault in CATALOGUE}
 
-__all__ = ["AREAS", "CATALOGUE", "FAULTS", "Area", "Fault", "Patch", "of_area"]
+__all__ = ["AREAS", "CATALOGUE", "FAULTS", "Area", "Fault", "Patch", "of_area", "rotating"]
 
 
 def of_area(area: str) -> tuple[Fault, ...]:
@@ -52,3 +52,17 @@ def of_area(area: str) -> tuple[Fault, ...]:
     if area not in AREAS:
         raise ValueError(f"unknown area {area!r}; choose one of {', '.join(AREAS)}")
     return tuple(fault for fault in CATALOGUE if fault.area == area)
+
+
+def rotating(number: int, parts: int) -> tuple[str, ...]:
+    """Every `parts`-th fault of each area, so that `parts` successive numbers cover the catalogue.
+
+    Raises:
+        ValueError: `parts` is not positive.
+    """
+    if parts < 1:
+        raise ValueError(f"parts is {parts}; give a positive number")
+    by_area: dict[str, list[str]] = {}
+    for fault in FAULTS.values():
+        by_area.setdefault(fault.area, []).append(fault.name)
+    return tuple(name for names in by_area.values() for name in names[number % parts :: parts])

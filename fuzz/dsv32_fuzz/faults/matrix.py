@@ -337,17 +337,3 @@ def assemble(rows: Iterable[FaultRow | ControlRow], gate: Gate, seed: int, secon
         controls=tuple(row for row in rows if isinstance(row, ControlRow)),
         seconds=round(seconds, 1),
     )
-
-
-def rotating(number: int, parts: int) -> tuple[str, ...]:
-    """Every `parts`-th fault of each area, so that `parts` successive numbers cover the catalogue.
-
-    Raises:
-        ValueError: `parts` is not positive.
-    """
-    if parts < 1:
-        raise ValueError(f"parts is {parts}; give a positive number")
-    by_area: dict[str, list[str]] = {}
-    for fault in FAULTS.values():
-        by_area.setdefault(fault.area, []).append(fault.name)
-    return tuple(name for names in by_area.values() for name in names[number % parts :: parts])

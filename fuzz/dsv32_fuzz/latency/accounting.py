@@ -63,13 +63,13 @@ class StepCounts(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.kernels.values()) + sum(self.operators.values())
 
 
-class LaunchCounter(TorchDispatchMode):
+class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tallies torch's operators on `device` while active; `tap` tells it where a stage ends."""
 
     def __init__(
         self, seam: Seam, device: torch.device, persistent: Iterable[Tensor], memo: ShapeMemo | None = None
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._seam, self._device, self._memo = seam, device.type, memo or ShapeMemo()
         # The buffers must outlive the counter: an address in use cannot be given to another storage.
         self._kept = list(persistent)
@@ -132,11 +132,11 @@ class LaunchCounter(TorchDispatchMode):
             self.bytes_cleared += target.nbytes
 
 
-class HostData(TorchFunctionMode):  # type: ignore[no-untyped-call]
+class HostData(TorchFunctionMode):
     """Notes tensors that `torch.tensor` makes on `meta` from host data: torch does not dispatch those."""
 
     def __init__(self, counter: LaunchCounter) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._counter = counter
 
     def __torch_function__(
@@ -191,7 +191,7 @@ def count_step(
 
 @functools.cache
 def _facts(func: Any) -> tuple[str, bool]:
-    """The operator's name, and whether it does work: not a view (its result aliases an input that it does not write)."""
+    """The operator's name, and whether it does work: a view's result aliases an input that it does not write."""
     name: str = func._schema.name.removeprefix("aten::")
     view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
     return name, not view and name not in _NO_WORK

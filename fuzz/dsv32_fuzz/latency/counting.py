@@ -1,4 +1,4 @@
-"""The counts of a decode schedule for the baseline, each change alone, and all changes together, at the true layer count.
+"""The counts of a decode schedule for the baseline, each change alone, and all together, at the true layer count.
 
 The model has the real layers, experts, top-k and token budget and small widths, and its tensors are on the `meta`
 device: no count depends on a width, and nothing is computed. Kernels are hollow. Such counts confirm arithmetic only:
@@ -100,7 +100,7 @@ def variants(options: Options) -> dict[str, Options]:
     return {BASELINE: base, **alone, ALL: options}
 
 
-def decode_schedule(batch: int = 64, context: int = 5000, drafts: int = 0) -> tuple[Event, ...]:
+def decode_schedule(batch: int = 16, context: int = 5000, drafts: int = 0) -> tuple[Event, ...]:
     """Seven steps of `batch` requests with `context` cached tokens, `drafts` + 1 rows each.
 
     The batch decodes (three steps), half of it leaves, the other half decodes on (two steps, the second padded), a

@@ -90,33 +90,31 @@ class HollowKernels:
     def deepgemm_fp8_paged_mqa_logits(self, *args: Any, **kwargs: Any) -> None:
         """The scores stay -inf."""
 
-    def fp8_mqa_logits(self, Q: Tensor, KV: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def fp8_mqa_logits(self, Q: Tensor, KV: Tensor, *_: Any, **__: Any) -> Tensor:
         """Zeros, fp32 [rows, keys]."""
         return torch.zeros(len(Q), len(KV), device=Q.device)
 
     def top_k_per_row_decode(
-        self, logits: Tensor, next_n: int, seqLens: Tensor, indices: Tensor, *_: Any, **__: Any
+        self, _logits: Tensor, _next_n: int, _lengths: Tensor, indices: Tensor, *_: Any, **__: Any
     ) -> None:
         """Position 0 everywhere."""
         indices.zero_()
 
     def top_k_per_row_prefill(
-        self, logits: Tensor, rowStarts: Tensor, rowEnds: Tensor, indices: Tensor, *_: Any, **__: Any
+        self, _logits: Tensor, _starts: Tensor, _ends: Tensor, indices: Tensor, *_: Any, **__: Any
     ) -> None:
         """Position 0 everywhere."""
         indices.zero_()
 
-    def mla_decode_fwd(self, q: Tensor, kv_buffer: Tensor, o: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    def mla_decode_fwd(self, _q: Tensor, _cache: Tensor, o: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         """Zeros in `o`."""
         return o.zero_(), None
 
-    def biased_grouped_topk(
-        self, gating_output: Tensor, correction_bias: Tensor, weights: Tensor, ids: Tensor, *_: Any
-    ) -> None:
+    def biased_grouped_topk(self, _logits: Tensor, _bias: Tensor, weights: Tensor, ids: Tensor, *_: Any) -> None:
         """Expert 0, weight 0."""
         weights.zero_()
         ids.zero_()
 
-    def fused_moe(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def fused_moe(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Zeros like the hidden states."""
         return torch.zeros_like(hidden_states)

@@ -6,7 +6,7 @@ its slow drifts, and pairs may come from several processes.
 
 The interval is scipy's bootstrap (BCa) on the mean of the log ratios. A bootstrap of some dozens of heavy-tailed values
 leaves the truth out twice as often as its level says, so a difference also needs the sign-flip test: if A and B are
-the same, the random order makes every pair's sign a fair coin, whatever the distribution, and the test's level is exact.
+the same, the random order makes every pair's sign a fair coin, whatever the distribution: the test's level is exact.
 
 How many pairs: for an effect e on the log scale, level alpha and power p the mean of n pairs with standard deviation s
 needs s / sqrt(n) <= e / (z(1 - alpha / 2) + z(p)). s comes from an A/A run of m pairs and is itself uncertain, so its

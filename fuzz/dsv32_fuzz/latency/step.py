@@ -2,9 +2,9 @@
 
 A subject is a `DecodePath` of 61 layers and small widths on the CPU behind hollow kernels, in steady decode: every
 request has its context, gets one fresh random token, and gives it back before the next run, so that a cached plan
-stays valid. What is timed is the CPU time of what the host does: Python, dispatch, and torch's operators on small tensors; of the
-kernels only their calls. Such times say how the host's share changes. They are no latency of a GPU and never feed a
-gate that judges one.
+stays valid. What is timed is the CPU time of what the host does: Python, dispatch, and torch's operators on small
+tensors; of the kernels only their calls. Such times say how the host's share changes. They are no latency of a GPU and
+never feed a gate that judges one.
 
 Sizes that matter here: the clears. With topk 32 and 8192 rows the full clear writes 1.1 MB, which a CPU does in the
 time that an MI355X needs for the 67 MB of topk 2048.

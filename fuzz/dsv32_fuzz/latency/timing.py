@@ -1,8 +1,9 @@
 """Pairs of interleaved blocks: two subjects timed back to back in random order, every raw sample kept.
 
 A subject prepares fresh inputs outside the timed region, then runs once inside it. The clock is the thread's CPU time
-(host work on a shared machine), wall time, or device events on ROCm and CUDA. A cold-cache run overwrites twice the last-level cache before each timed run, outside the
-timed region too. A time below the roofline floor of the work is an error, not a record: it was not done, or not timed.
+(host work on a shared machine), wall time, or device events on ROCm and CUDA. A cold-cache run overwrites twice the
+last-level cache before each timed run, outside the timed region too. A time below the roofline floor of the work is an
+error, not a record: it was not done, or not timed.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ def _timed(subject: Subject, number: int, clock: Clock, before: Callable[[], Non
     seconds = clock(subject.run)
     if seconds <= subject.floor or seconds <= 0:
         raise ImpossibleTimeError(
-            f"{subject.name} took {seconds:.3g} s, at or below its roofline floor of {subject.floor:.3g} s: the work was "
-            "not done, or the clock does not see it"
+            f"{subject.name} took {seconds:.3g} s, at or below its roofline floor of {subject.floor:.3g} s: "
+            "the work was not done, or the clock does not see it"
         )
     return seconds

@@ -65,9 +65,14 @@ def bf16_step(value: float) -> float:
     return float(torch.ldexp(torch.tensor(1.0, dtype=torch.float64), exponent - 8))
 
 
+def distinct(values: Tensor) -> int:
+    """How many different values there are."""
+    return len(set(values.tolist()))
+
+
 def collapsed(bias_E: Tensor) -> bool:
     """Whether bf16 leaves at most half of the bias's distinct values, so that on average two become one."""
-    return 2 * len(bias_E.bfloat16().unique()) <= len(bias_E.unique())
+    return 2 * distinct(bias_E.bfloat16()) <= distinct(bias_E)
 
 
 def study_layer(gate: Gate, x_TM: Tensor, config: Config, *, seed: int) -> LayerReport:
@@ -92,8 +97,8 @@ def study_layer(gate: Gate, x_TM: Tensor, config: Config, *, seed: int) -> Layer
         bias_dtype=str(gate.bias_E.dtype).removeprefix("torch."),
         bias_low=float(bias_E.min()),
         bias_high=float(bias_E.max()),
-        distinct=len(bias_E.unique()),
-        distinct_bf16=len(bias_E.bfloat16().unique()),
+        distinct=distinct(bias_E),
+        distinct_bf16=distinct(bias_E.bfloat16()),
         bf16_step=bf16_step(float(bias_E.abs().max())),
         collapsed=collapsed(bias_E),
         flips={name: _rate(measured, other, bias_E, config, *which, seed=seed) for name, which in VARIANTS.items()},
@@ -148,7 +153,7 @@ def _set(logits_TE: Tensor, bias_E: Tensor, config: Config) -> Tensor:
 
 def _groups(biased_TE: Tensor, config: Config) -> tuple[Tensor, Tensor]:
     """Group scores [T, G], and the mask [T, E] of the experts of kept groups."""
-    grouped = biased_TE.unflatten(-1, (config.n_expert_groups, -1))
+    grouped = biased_TE.reshape(len(biased_TE), config.n_expert_groups, -1)
     score_TG = grouped.topk(min(2, grouped.shape[-1]), -1).values.sum(-1)
     kept_TG = torch.zeros_like(score_TG, dtype=torch.bool)
     kept_TG.scatter_(1, score_TG.topk(config.n_limited_groups, -1).indices, True)

@@ -64,13 +64,18 @@ def open_target(
 
 def names() -> tuple[str, ...]:
     """Every target that can be named here."""
-    return (IN_TREE, VLLM, *sorted(entry.name for entry in metadata.entry_points(group=GROUP)))
+    return (IN_TREE, VLLM, *sorted(entry.name for entry in registered()))
+
+
+def registered() -> list[metadata.EntryPoint]:
+    """What other packages registered."""
+    return list(metadata.entry_points(group=GROUP))
 
 
 def _factory(name: str) -> Callable[..., Target]:
     if name == VLLM:
         return open_vllm
-    for entry in metadata.entry_points(group=GROUP):
+    for entry in registered():
         if entry.name == name:
             loaded: Any = entry.load()
             return loaded  # type: ignore[no-any-return]

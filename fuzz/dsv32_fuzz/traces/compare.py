@@ -112,8 +112,8 @@ def _check_possible(table: StepTable) -> None:
     mean = float(np.mean(table.period_ms))
     if mean < floor_ms:
         raise TraceError(
-            f"{table.path}: {mean:.3g} ms per step is below the {floor_ms:.2g} ms in which {LARGEST_TP} MI355X can read "
-            "the weights of DeepSeek-V3.2: it is another model, or --step-marker marks something else"
+            f"{table.path}: {mean:.3g} ms per step is below {floor_ms:.2g} ms, in which {LARGEST_TP} MI355X read the "
+            "weights of DeepSeek-V3.2: it is another model, or --step-marker marks something else"
         )
 
 

@@ -115,7 +115,7 @@ def step_table(
 def _marked(trace: Trace, marker: str | None) -> tuple[str, Ints]:
     """The marker used, and the annotations that carry it, in order of time."""
     for expression in (marker,) if marker else MARKERS:
-        named = _matching(trace, expression, start=True)
+        named = matching(trace, expression, start=True)
         found = np.flatnonzero((trace.kind == ANNOTATION) & named[trace.name])
         if len(found) >= 2:
             return expression, found[np.argsort(trace.ts[found], kind="stable")]
@@ -123,7 +123,7 @@ def _marked(trace: Trace, marker: str | None) -> tuple[str, Ints]:
     raise TraceError(f"{trace.path}: fewer than two steps are marked by {tried}; name the annotation by --step-marker")
 
 
-def _matching(trace: Trace, expression: str, *, start: bool = False) -> npt.NDArray[np.bool_]:
+def matching(trace: Trace, expression: str, *, start: bool = False) -> npt.NDArray[np.bool_]:
     """For each distinct name whether it matches."""
     try:
         compiled = re.compile(expression)
@@ -145,7 +145,7 @@ def _counts(trace: Trace, edges: Floats, level: str, patterns: Mapping[str, str]
 
 def _count(trace: Trace, owner: Ints, edges: Floats, expression: str, kinds: tuple[int, ...]) -> Ints:
     """Matches per step of the first of `kinds` that has any: an operator inside its annotation counts once."""
-    named = _matching(trace, expression)[trace.name]
+    named = matching(trace, expression)[trace.name]
     for kind in kinds:
         chosen = named & (trace.kind == kind)
         if chosen.any():
@@ -172,7 +172,8 @@ def _owner(trace: Trace, edges: Floats) -> Ints:
     owner = np.searchsorted(edges, when, side="right") - 1
     owner[when == edges[-1]] = len(edges) - 2
     owner[(owner < 0) | (owner >= len(edges) - 1)] = -1
-    return owner.astype(np.int64)
+    found: Ints = owner.astype(np.int64)
+    return found
 
 
 def _idle(trace: Trace, edges: Floats, end: Floats, level: str) -> Floats:

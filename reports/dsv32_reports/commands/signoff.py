@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +15,9 @@ from rich.console import Console
 
 from dsv32_fast.options import PRESETS
 from dsv32_fuzz.campaign import PROFILES, campaign
+from dsv32_fuzz.events import Event, PhaseFinished, RunStarted
+from dsv32_fuzz.targets import Target
+from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_fuzz.targets.registry import open_target
 from dsv32_reports import signoff as signoff_run
 from dsv32_reports.accuracy import non_inferiority, read_counts
@@ -37,6 +43,10 @@ def signoff(
     vllm_path: VllmPath = None,
     target_python: TargetPython = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the bundle; default ./signoff-<id>/.")] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Go on with a stopped or killed sign-off in this folder.", show_default=False),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of everything that is drawn.")] = 0,
     profile: Annotated[str, typer.Option(help=f"How long it takes: {', '.join(PROFILES)}.")] = "signoff",
     policy: Annotated[
@@ -58,9 +68,11 @@ def signoff(
 
     Exit 0 GO, 1 NO-GO, 3 INCONCLUSIVE, 2 bad usage, 130 interrupted (what was found until then is in the report).
     """
+    torch.set_num_threads(1)  # the tensors are small: more threads only wait for each other
+    if resume:
+        return _run(*_resumed(resume, target_name, vllm_path, target_python), quiet=quiet, json=json)
     if profile not in PROFILES:
         raise ValueError(f"unknown profile {profile!r}; choose one of {', '.join(PROFILES)}")
-    torch.set_num_threads(1)  # the tensors are small: more threads only wait for each other
     target = open_target(target_name, options, tuple(set_ or ()), path=vllm_path, python=target_python)
     rules = load_policy(policy, gate_names()) if policy else DEFAULT
     given = [non_inferiority(counts, accuracy_margin) for counts in read_counts(*accuracy)] if accuracy else []
@@ -70,10 +82,33 @@ def signoff(
     )
     folder = out or Path(f"signoff-{started.id}")
     signoff_run.prepare_folder(folder)
+    events = signoff_run.run(started, campaign(target, PROFILES[profile], run_seed=seed), given)
+    return _run(folder, events, (), quiet=quiet, json=json)
+
+
+Events = Generator[Event, None, None]
+
+
+def _resumed(
+    folder: Path, target_name: str, path: str | None, python: str | None
+) -> tuple[Path, Events, Sequence[Event]]:
+    """The rest of a run that was stopped, with its own options, seed and profile."""
+    kept = signoff_run.kept_events(folder)
+    first = kept[0]
+    assert isinstance(first, RunStarted)
+    if first.options is not None:
+        target: Target = InTreeTarget(first.options)
+    else:
+        target = open_target(target_name, None, (), path=path, python=python)
+    signoff_run.check_resumable(first, target, folder)
+    done = {event.phase for event in kept if isinstance(event, PhaseFinished)}
+    return folder, campaign(target, PROFILES[first.profile], run_seed=first.seed, done=done), kept
+
+
+def _run(folder: Path, events: Events, kept: Sequence[Event], *, quiet: bool, json: bool) -> int:
     listener = ProgressListener(Console(stderr=True, quiet=quiet))
     try:
-        events = signoff_run.run(started, campaign(target, PROFILES[profile], run_seed=seed), given)
-        evidence = signoff_run.collect(events, folder, [listener], interrupts)
+        evidence = signoff_run.collect(events, folder, [listener], interrupts, kept)
     finally:
         listener.close()
     report = make_report(evidence, str(folder))
@@ -82,5 +117,7 @@ def signoff(
         print(msgspec.json.encode(report).decode())
     else:
         print_report(report, folder, digest, Console(soft_wrap=False), quiet=quiet)
-    interrupted = evidence.finished is None or evidence.finished.interrupted
-    return EXIT_INTERRUPTED if interrupted else EXIT_CODES[report.outcome]
+    if evidence.finished is None or evidence.finished.interrupted:
+        print(f"dsv32: stopped early; go on with dsv32 signoff --resume {shlex.quote(str(folder))}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return EXIT_CODES[report.outcome]

@@ -56,6 +56,7 @@ class VllmTarget:
     name = "vllm"
     evidence = "emulated"
     options = None
+    kernels = None
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ class VllmSession:
 
     def build(self, step: StepBatch) -> StepRecord:
         """Build one step in the worker; the record's arrays are live."""
-        plain = {"query_lens": step.query_lens, "seq_lens": step.seq_lens}
+        plain: Message = {"query_lens": step.query_lens, "seq_lens": step.seq_lens}
         plain |= {"num_tokens": step.num_tokens, "max_seq_len": step.max_seq_len}
         answer = self.worker.ask(op="build", session=self.number, step=plain)
         if answer.get("arena"):
@@ -202,8 +203,8 @@ def _key(text: str | None) -> Hashable:
 def _planner_input(packed: Message | None) -> PlannerInput | None:
     if packed is None:
         return None
-    lens = (unpack(packed[name]) for name in ("kv_lens", "qo_lens", "last_page_lens"))
-    return PlannerInput(*lens, tuple(sorted(packed["scalars"].items())))
+    kv, qo, last = (unpack(packed[name]) for name in ("kv_lens", "qo_lens", "last_page_lens"))
+    return PlannerInput(kv, qo, last, tuple(sorted(packed["scalars"].items())))
 
 
 def _served(step: StepBatch, answer: Message) -> StepBatch | None:

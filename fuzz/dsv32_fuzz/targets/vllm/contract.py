@@ -45,8 +45,7 @@ def planner_call(loaded: Loaded) -> Answer:
 
 def split_cap_in_key(loaded: Loaded) -> Answer:
     """A plan is not reused when only `max_split_per_batch` differs."""
-    lengths = {"query_lens": (2,), "seq_lens": (300,)}
-    first, second = StepBatch(**lengths, max_seq_len=300), StepBatch(**lengths, max_seq_len=2048)
+    first, second = (StepBatch(query_lens=(2,), seq_lens=(300,), max_seq_len=bound) for bound in (300, 2048))
     caps = [
         dict(p.scalars).get("max_split_per_batch", -1) if p else None
         for _, p in (_build(loaded, s) for s in (first, second))
@@ -135,7 +134,10 @@ def small_heads(loaded: Loaded) -> Answer:
 def continuation(loaded: Loaded) -> Answer:
     """A chunk that continues a prompt is served with a plan of its own, or told to be served without one."""
     metadata, planned = _build(
-        loaded, StepBatch(query_lens=(32,), seq_lens=(32,)), StepBatch(query_lens=(32,), seq_lens=(5000,))
+        loaded,
+        StepBatch(query_lens=(2048,), seq_lens=(2048,)),
+        StepBatch(query_lens=(2048,), seq_lens=(4096,)),
+        dims=Dims(max_num_batched_tokens=2048),
     )
     if any(getattr(metadata, field, None) is None for field in PLAN.values()):
         return passed("served without a persistent plan: the kernel splits by itself")
@@ -145,14 +147,17 @@ def continuation(loaded: Loaded) -> Answer:
 def _topk(tokens: int, bias: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor] | None:
     """What vLLM's wrapper hands to AITER's router kernel, and the weights that come back; None without a wrapper."""
     ops = importlib.import_module("vllm._aiter_ops")
-    wrapper = vars(ops).get("_rocm_aiter_biased_grouped_topk_impl")
-    if wrapper is None:
+    kernel_call = vars(ops).get("_rocm_aiter_biased_grouped_topk_impl")
+    wrapper = getattr(getattr(ops, "rocm_aiter_ops", None), "biased_grouped_topk", None)
+    if wrapper is None or kernel_call is None:
         return None
-    module, seen = importlib.import_module("aiter"), {}
+    # vLLM registers the operator only on ROCm; the wrapper looks it up here.
+    torch.ops.vllm.rocm_aiter_biased_grouped_topk = kernel_call  # type: ignore[attr-defined]
+    module, seen = importlib.import_module("aiter"), dict[str, Any]()
     kernel = module.biased_grouped_topk
 
     def record(gating: torch.Tensor, correction: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        seen.update(logits=gating.dtype, bias=correction.dtype, distinct=len(correction.float().unique()))
+        seen.update(logits=gating.dtype, bias=correction.dtype, distinct=len(set(correction.tolist())))
         return kernel(gating, correction, *args, **kwargs)
 
     logits_TE = torch.randn(tokens, 256, generator=torch.Generator().manual_seed(0)).bfloat16()

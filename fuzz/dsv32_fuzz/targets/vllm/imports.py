@@ -66,9 +66,9 @@ def load(path: str | None, aiter_release: str | None) -> Loaded:
     """
     if path is not None:
         _put_first(Path(path))
-    aiter = _MOUNTS.enter_context(mounted.mounted(aiter_release))
-    recorder = RecordingKernels(_kernels(aiter))
-    aiter.__dict__["get_mla_metadata_v1"] = recorder.get_mla_metadata_v1
+    module = _MOUNTS.enter_context(mounted.mounted(aiter_release))
+    recorder = RecordingKernels(_kernels(module))
+    module.__dict__["get_mla_metadata_v1"] = recorder.get_mla_metadata_v1
     try:
         backend = importlib.import_module(BACKEND)
     except ModuleNotFoundError as error:
@@ -82,10 +82,10 @@ def load(path: str | None, aiter_release: str | None) -> Loaded:
     return loaded
 
 
-def _kernels(aiter: ModuleType) -> Any:
+def _kernels(module: ModuleType) -> Any:
     """The mounted functions as they are now, since `get_mla_metadata_v1` is about to be replaced."""
     return SimpleNamespace(
-        get_mla_metadata_v1=aiter.get_mla_metadata_v1, get_mla_metadata_info_v1=aiter.get_mla_metadata_info_v1
+        get_mla_metadata_v1=module.get_mla_metadata_v1, get_mla_metadata_info_v1=module.get_mla_metadata_info_v1
     )
 
 
@@ -146,9 +146,10 @@ def _tame(loaded: Loaded) -> None:
     def synchronize() -> None:
         loaded.stream_events.append("sync")
 
-    torch.cuda.current_stream = lambda *_: SimpleNamespace(synchronize=synchronize)  # type: ignore[assignment,return-value]
+    torch.cuda.current_stream = lambda *_: SimpleNamespace(synchronize=synchronize)  # type: ignore[assignment]
     platform = type(importlib.import_module("vllm.platforms").current_platform)
     platform.num_compute_units = classmethod(lambda _cls, *_: loaded.compute_units)
+    platform.is_pin_memory_available = classmethod(lambda _cls: False)
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm") and isinstance(module, types.ModuleType) and "PIN_MEMORY" in vars(module):
             module.__dict__["PIN_MEMORY"] = False

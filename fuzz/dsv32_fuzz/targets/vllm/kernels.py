@@ -1,9 +1,9 @@
 """Worker side: vLLM's row-length kernel, run by Triton's interpreter often enough, and by numpy in between.
 
-The interpreter needs milliseconds for each program of a launch, a chunk of 8192 tokens has hundreds. So launches go to a
-stand-in that computes what the kernel is said to compute, while the kernel itself runs beside it on a sample: the first
-launches, and one in `EVERY` after that. One disagreement, and the stand-in is never
-used again: then the checks judge what the kernel writes.
+The interpreter needs milliseconds for each program of a launch, and a chunk of 8192 tokens has hundreds. So launches go
+to a stand-in that computes what the kernel is said to compute, while the kernel itself runs beside it on a sample: the
+first launches, and one in `EVERY` after that. One disagreement, and the stand-in is never used again: then the checks
+judge what the kernel writes.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def tell(metadata: Any, planned: PlannerInput | None, step: StepBatch, loaded: L
     """
     persistent = all(getattr(metadata, field, None) is not None for field in PLAN.values())
     rows = metadata.req_id_per_token.numel()
-    told = {
+    return {
         "launched": planned is not None,
         "persistent": persistent,
         "num_tokens": int(metadata.num_actual_tokens),
@@ -167,7 +167,6 @@ def tell(metadata: Any, planned: PlannerInput | None, step: StepBatch, loaded: L
         "events": list(loaded.stream_events),
         "planner_input": _packed(planned or (None if persistent else _kernel_input(metadata))),
     }
-    return told
 
 
 def _requests(metadata: Any, step: StepBatch, rows: int) -> int | None:
@@ -207,10 +206,11 @@ def _integer_buffers(builder: Any) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     storages: set[int] = set()
     for name, value in vars(builder).items():
-        if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.is_contiguous():
-            if value.untyped_storage().data_ptr() not in storages:
-                found[name] = value
-                storages.add(value.untyped_storage().data_ptr())
+        if not isinstance(value, torch.Tensor) or value.is_floating_point() or not value.is_contiguous():
+            continue
+        if value.untyped_storage().data_ptr() not in storages:
+            found[name] = value
+            storages.add(value.untyped_storage().data_ptr())
     return found
 
 

@@ -7,7 +7,7 @@ travel as `Array`. Buffers that either side reads without a copy live in shared 
 from __future__ import annotations
 
 import struct
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import msgspec
 import numpy as np
@@ -20,7 +20,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Message).decode
 
 
-def send(stream: BinaryIO, message: Message) -> None:
+def send(stream: IO[bytes], message: Message) -> None:
     """Write one message and flush it."""
     body = _encode(message)
     stream.write(_LENGTH.pack(len(body)))
@@ -28,7 +28,7 @@ def send(stream: BinaryIO, message: Message) -> None:
     stream.flush()
 
 
-def receive(stream: BinaryIO) -> Message | None:
+def receive(stream: IO[bytes]) -> Message | None:
     """Read one message; None at the end of the stream.
 
     Raises:
@@ -57,5 +57,6 @@ def unpack(packed: dict[str, Any]) -> npt.NDArray[Any]:
     Raises:
         ValueError: bytes that do not fill the shape.
     """
-    flat = np.frombuffer(packed["bytes"], dtype=np.dtype(packed["dtype"]))
-    return flat.reshape(packed["shape"]).copy()
+    flat: npt.NDArray[Any] = np.frombuffer(packed["bytes"], dtype=np.dtype(packed["dtype"]))
+    shaped: npt.NDArray[Any] = flat.reshape(packed["shape"]).copy()
+    return shaped

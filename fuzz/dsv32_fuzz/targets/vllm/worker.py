@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 from dsv32_fuzz.targets.vllm.wire import Message, receive, send
 
@@ -85,7 +85,7 @@ class Worker:
         return answer
 
 
-def serve(source: BinaryIO, sink: BinaryIO) -> None:
+def serve(source: IO[bytes], sink: IO[bytes]) -> None:
     """Answer until the source ends."""
     worker = Worker()
     while (message := receive(source)) is not None:
