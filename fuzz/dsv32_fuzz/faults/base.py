@@ -51,7 +51,7 @@ AREAS: dict[str, Area] = {
     "topk": Area(title="indexer top-k", families=("topk", "top-k", "indexer")),
     "indexer": Area(title="indexer scores", families=("indexer", "topk", "top-k")),
     "cache": Area(title="cache and fp8", families=("cache", "indexer", "attention")),
-    "rope": Area(title="RoPE and scale", families=("attention", "rope", "indexer", "decode")),
+    "rope": Area(title="RoPE and scale", families=("indexer", "step", "attention")),
     "moe": Area(title="experts", families=("moe", "router")),
     "mtp": Area(title="drafts (MTP)", families=("step", "serving", "attention")),
     "latency": Area(title="cost of a step", families=("latency", "serving", "step")),

@@ -198,6 +198,13 @@ def _capture(draw: st.DrawFn, step: StepBatch, topk: int) -> StepBatch:
     return StepBatch(query_lens=(q,) * requests, seq_lens=(q,) * requests, max_seq_len=MAX_MODEL_LEN)
 
 
+def _repadded(draw: st.DrawFn, step: StepBatch, topk: int) -> StepBatch:
+    """The same requests in the rows of another graph."""
+    del topk
+    rows = step.num_query_tokens + draw(sampled_from((1, 0, 7, 64)))
+    return StepBatch(query_lens=step.query_lens, seq_lens=step.seq_lens, num_tokens=rows, max_seq_len=step.max_seq_len)
+
+
 def _both(step: StepBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return step.query_lens, step.seq_lens
 
@@ -212,6 +219,7 @@ _NEIGHBOURS: tuple[Callable[[st.DrawFn, StepBatch, int], StepBatch], ...] = (
     _permuted,
     _queries_permuted,
     _bound_raised,
+    _repadded,
     _idle,
     _capture,
 )
