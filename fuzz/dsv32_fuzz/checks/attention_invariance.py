@@ -325,7 +325,7 @@ class DispatchConsistency(InputCheck[Sizes]):
     input_type = Sizes
 
     def inputs(self) -> st.SearchStrategy[Sizes]:
-        """Short rows, so that large batches stay cheap; 16 heads in bf16 most often, as AITER's gate is there."""
+        """Few rows, repeated; 16 heads in bf16 most often, as AITER's gate is there."""
         steps = decode_inputs(most_rows=4, topks=(64, 16), histories=False).map(
             lambda drawn: msgspec.structs.replace(drawn, padding=0, **_gated(drawn))
         )
@@ -351,8 +351,15 @@ class DispatchConsistency(InputCheck[Sizes]):
 
 
 def _gated(drawn: DecodeInput) -> dict[str, Any]:
-    """The shape that AITER's gate looks for, but for one input in four."""
-    return {"heads": min(drawn.heads, 32)} if drawn.seed % 4 == 3 else {"heads": 16, "q": "bf16", "kv": "bf16"}
+    """But for one input in four, the shape that AITER's gate looks for; a row that is cut lies beside one that is not.
+
+    AITER cuts 16 heads of bf16 from 64 keys on.
+    """
+    if drawn.seed % 4 == 3:
+        return {"heads": min(drawn.heads, 32)}
+    other = 2 if drawn.contexts[0] > 64 else 200
+    rows = {"query_lens": (*drawn.query_lens, 1), "contexts": (*drawn.contexts, other)}
+    return {"heads": 16, "q": "bf16", "kv": "bf16", "topk": 256, **rows}
 
 
 CHECKS: tuple[type[InputCheck[Any]], ...] = (SplitInvariance, ReduceMerge, Determinism, Poison, DispatchConsistency)
