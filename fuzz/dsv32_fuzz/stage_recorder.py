@@ -125,6 +125,8 @@ class Recorder:
         self.values[stage, layer] = value.detach().cpu().clone()
         if stage == "index_score":
             self.values["keys", layer], self.values["key_scales", layer] = self._keys(layer, value.shape[1])
+            own = [self.state.slots(request)[position] for request, position in self.rows()]
+            self.values["cached", layer] = self._latents(layer)[torch.stack(own)]
         value = self.forced(stage, layer, value)
         if stage == "gate_idx":
             self.values["routed", layer] = value.cpu()
@@ -152,9 +154,14 @@ class Recorder:
         return torch.stack([keys for keys, _ in rows]), torch.stack([scale for _, scale in rows])
 
     def _gathered(self, layer: int, topk_TK: Tensor) -> Tensor:
-        flat = self.state.latent[layer].cpu().flatten(0, 1)
+        flat = self._latents(layer)
         rows = [flat[self.state.slots(request)[topk_TK[t].clamp_min(0)]] for t, (request, _) in enumerate(self.rows())]
         return torch.stack(rows).masked_fill((topk_TK < 0)[..., None], 0.0)
+
+    def _latents(self, layer: int) -> Tensor:
+        """The latent of every slot, dequantised in fp64."""
+        flat, scales = self.state.latent[layer].cpu().flatten(0, 1).double(), self.path.scales
+        return flat if scales is None else flat * scales.kv.double().cpu()
 
 
 def record_step(path: DecodePath, tap: Recorder, *, padded_rows: int = 0) -> Values:

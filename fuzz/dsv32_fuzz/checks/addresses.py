@@ -14,7 +14,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from dsv32_fast.batch import StepBatch
+from dsv32_fast.metadata import BuilderConfig, MetadataBuilder
 from dsv32_fast.offsets import INT32_MAX
+from dsv32_fast.options import PRESETS
 from dsv32_fuzz.checks.findings import Findings, same_bits
 from dsv32_fuzz.checks.own_input import InputCheck
 from dsv32_fuzz.strategies.steps import integers, sampled_from
@@ -77,6 +80,11 @@ class IndexWidth(InputCheck[FarInput]):
             for row, slot in enumerate(slots.tolist()):
                 same = same_bits(flat[slot * width : (slot + 1) * width], kv_TD[row])
                 found.require("records", same, f"latent cache: slot {slot} does not hold its token")
+            q_1HD = torch.randn(1, 16, width, generator=g).bfloat16()
+            far = _decoded(target, q_1HD, flat.view(-1, 1, 1, width), slots)
+        near = _decoded(target, q_1HD, kv_TD.view(count, 1, 1, width), torch.arange(count))
+        text = f"latent cache: attention over slots {slots.tolist()} differs from that over a small cache"
+        found.require("rows_attended", same_bits(far, near), text)
 
     def _index(self, found: Findings, drawn: FarInput, g: torch.Generator, target: Target) -> None:
         width, size, count = 128, drawn.page_size, len(drawn.records)
@@ -100,6 +108,38 @@ class IndexWidth(InputCheck[FarInput]):
         expected = near.flatten(1)[:, : size * width].reshape(-1, width)
         text = f"index cache: pages {pages.tolist()} are not what was gathered from them"
         found.require("pages_gathered", torch.equal(read[0], expected), text, times=count)
+
+
+def _decoded(target: Target, q_1HD: Tensor, kv: Tensor, slots: Tensor) -> Tensor:
+    """One row's attention over these slots, [1, H, C]."""
+    assert target.kernels is not None
+    builder = MetadataBuilder(
+        config=BuilderConfig(num_heads=16, topk=16, max_num_batched_tokens=1),
+        options=PRESETS["baseline"],
+        kernels=target.kernels,
+    )
+    step = builder.build(StepBatch(query_lens=(1,), seq_lens=(len(slots),)))
+    step.paged_kv_indices[: len(slots)] = slots
+    out = torch.full((1, 16, 512), torch.nan, dtype=torch.bfloat16)
+    plan = step.plan
+    target.kernels.mla_decode_fwd(
+        q_1HD,
+        kv,
+        out,
+        step.qo_indptr_T1,
+        step.paged_kv_indptr_T1,
+        step.paged_kv_indices,
+        step.paged_kv_last_page_len_T,
+        1,
+        sm_scale=0.05,
+        work_meta_data=plan.work_metadata_ptrs,
+        work_indptr=plan.work_indptr,
+        work_info_set=plan.work_info_set,
+        reduce_indptr=plan.reduce_indptr,
+        reduce_final_map=plan.reduce_final_map,
+        reduce_partial_map=plan.reduce_partial_map,
+    )
+    return out
 
 
 def _sparse(file: Any, size: int) -> Tensor:

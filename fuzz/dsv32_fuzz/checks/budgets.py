@@ -1,4 +1,4 @@
-"""What a step launches: kernel calls by name, plans, casts of the router, bytes cleared.
+"""What a step costs: kernel calls by name, plans, casts of the router, bytes cleared, host reads, width of the scores.
 
 The budget of a step follows from its lengths and the options alone; it is written here a second time, without the
 builder and without the path.
@@ -41,10 +41,11 @@ _ENTRY = 4
 
 @dataclass
 class CountedKernels:
-    """Passes every call on and counts it by name."""
+    """Passes every call on and counts it by name, and the columns that a top-k looks through."""
 
     kernels: Kernels
     calls: Counter[str] = field(default_factory=Counter)
+    widest: int = 0
 
     def __getattr__(self, name: str) -> Any:
         """A kernel that counts its calls."""
@@ -52,6 +53,8 @@ class CountedKernels:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.calls[name] += 1
+            if name in ("top_k_per_row_decode", "top_k_per_row_prefill"):
+                self.widest = max(self.widest, args[0].shape[1])
             return function(*args, **kwargs)
 
         return call
@@ -100,12 +103,16 @@ class LaunchBudget(InputCheck[Traffic]):
         for number, new in enumerate(drawn.steps):
             lengths = [length + count for length, count in zip(lengths, new, strict=True)]
             counted.calls.clear()
-            before = path.casts.bf16_to_fp32, path.builder.counts.bytes_cleared
+            counted.widest = 0
+            counts = path.builder.counts
+            before = path.casts.bf16_to_fp32, counts.bytes_cleared, counts.host_device_reads
             tokens = {request: [1] * count for request, count in enumerate(new)}
             path.decode(state, tokens, padded_rows=sum(new) + drawn.padding)
             seen = Counter({name: counted.calls[name] for name in WATCHED})
             seen["router casts"] = path.casts.bf16_to_fp32 - before[0]
-            seen["bytes cleared"] = path.builder.counts.bytes_cleared - before[1]
+            seen["bytes cleared"] = counts.bytes_cleared - before[1]
+            seen["host reads"] = counts.host_device_reads - before[2]
+            seen["columns of index scores"] = counted.widest
             expected = budget.step(new, lengths, sum(new) + drawn.padding)
             total.update(seen)
             wrong = [name for name in expected if seen[name] != expected[name]]
@@ -142,6 +149,8 @@ class _Budget:
             "fused_moe": mixtures,
             "router casts": mixtures if self.options.logits == "fp32" else 0,
             "bytes cleared": self._cleared(sum(new), rows),
+            "host reads": 0,
+            "columns of index scores": max(lengths) if paged or gathered else 0,
         }
 
     def _plans(self, new: tuple[int, ...], lengths: list[int], rows: int) -> int:

@@ -37,7 +37,7 @@ from dsv32_fuzz.verdict import Verdict
 
 HEADS, LATENT, DIM, TOPK, SLOTS = 16, 16, 24, 16, 96
 SIZES = (2, 4, 8)
-SCALE = 0.3
+SCALE, OTHER_SCALE = 0.3, 0.7
 GPU = replace(MI355X, compute_units=4)
 CONFIG = BuilderConfig(num_heads=HEADS, topk=TOPK, max_num_batched_tokens=max(SIZES), compute_units=4)
 HUGE = 1 << 30
@@ -121,8 +121,8 @@ def in_arena(arena: Arena, tensor: Tensor) -> Tensor:
     return arena.allocate(tensor.shape, tensor.dtype).copy_(tensor)
 
 
-def captured(target: Target, seed: int) -> Layer:
-    """A layer of the target's builder and kernels, captured for every size."""
+def captured(target: Target, seed: int, scales: tuple[float, ...] = (SCALE,)) -> Layer:
+    """A layer of the target's builder and kernels, captured for every size with each softmax scale."""
     log = FaultLog(strict=False)
     work = queues.Queues(log)
     arena = Arena(1 << 15)
@@ -139,7 +139,9 @@ def captured(target: Target, seed: int) -> Layer:
         sm_scale=SCALE,
         queues=work,
     )
-    graphed.capture()
+    for scale in scales:
+        graphed.sm_scale = scale
+        graphed.capture()
     work.synchronize("main")
     return Layer(graphed=graphed, log=log, queues=work, arena=arena, kv=kv)
 
@@ -149,7 +151,7 @@ def _options(target: Target) -> Options:
     return target.options
 
 
-def eager(step: StepBatch, given: tuple[Tensor, Tensor], kv: Tensor, options: Options) -> Tensor:
+def eager(step: StepBatch, given: tuple[Tensor, Tensor], kv: Tensor, options: Options, scale: float = SCALE) -> Tensor:
     """The padded step without graph, cache or tail clears; rows [T, H, C] of its result.
 
     The definition of the gather is written out here: row t takes its first L_t slots.
@@ -162,11 +164,11 @@ def eager(step: StepBatch, given: tuple[Tensor, Tensor], kv: Tensor, options: Op
     lens = metadata.paged_kv_indptr_T1.diff().tolist()
     packed = torch.cat([slots[:length] for slots, length in zip(slots_TK, lens, strict=False)])
     metadata.paged_kv_indices[: len(packed)] = packed
-    _decode(EMULATION, buffers.q_NHD, kv, buffers.o_NHC, metadata)
+    _decode(EMULATION, buffers.q_NHD, kv, buffers.o_NHC, metadata, scale)
     return buffers.o_NHC[:live]
 
 
-def _decode(kernels: Any, q_NHD: Tensor, kv: Tensor, o_NHC: Tensor, metadata: Any) -> None:
+def _decode(kernels: Any, q_NHD: Tensor, kv: Tensor, o_NHC: Tensor, metadata: Any, scale: float = SCALE) -> None:
     plan = metadata.plan
     kernels.mla_decode_fwd(
         q_NHD,
@@ -177,7 +179,7 @@ def _decode(kernels: Any, q_NHD: Tensor, kv: Tensor, o_NHC: Tensor, metadata: An
         metadata.paged_kv_indices,
         metadata.paged_kv_last_page_len_T,
         1,
-        sm_scale=SCALE,
+        sm_scale=scale,
         work_meta_data=plan.work_metadata_ptrs,
         work_indptr=plan.work_indptr,
         work_info_set=plan.work_info_set,
@@ -222,7 +224,10 @@ class GraphCheck(InputCheck[Replays]):
 
 
 class GraphReplay(GraphCheck):
-    """Each replay, waited for, against its eager step; free memory is overwritten in between."""
+    """Each replay, waited for, against its eager step; free memory is overwritten in between.
+
+    Every size is captured with two softmax scales, which steps use in turn: a scalar is baked into a graph.
+    """
 
     name = "graph_replay"
     meaning = (
@@ -230,16 +235,18 @@ class GraphReplay(GraphCheck):
     )
 
     def run(self, drawn: Replays, target: Target) -> Verdict:
-        """Capture once, replay every step."""
+        """Capture every size with both scales, replay every step."""
+        scales = SCALE, OTHER_SCALE
         with emulated_device(GPU):
-            layer = captured(target, drawn.seed)
+            layer = captured(target, drawn.seed, scales)
             violation, rows = "", 0
             for turn, step in enumerate(drawn.batches(layer.graphed.runner)):
                 layer.churn(turn)
+                scale = layer.graphed.sm_scale = scales[turn % 2]
                 given = inputs(drawn, turn, step.num_query_tokens)
                 out = layer.graphed.step(step, *given)
                 layer.queues.synchronize("main")
-                wrong = first_wrong_row(out, eager(step, given, layer.kv, _options(target)))
+                wrong = first_wrong_row(out, eager(step, given, layer.kv, _options(target), scale))
                 rows += len(out)
                 violation = violation or (wrong and f"step {turn}: {wrong}")
         return self._judged(drawn, violation, layer, rows=rows)
@@ -250,7 +257,7 @@ class LazyCopies(GraphCheck):
 
     name = "graph_lazy_copies"
     meaning = (
-        "steps that are launched ahead of the device give the bits of their eager steps, with every access ordered"
+        "steps launched ahead of the device give the bits of their eager steps, every access ordered, without a wait"
     )
 
     def run(self, drawn: Replays, target: Target) -> Verdict:
@@ -260,14 +267,29 @@ class LazyCopies(GraphCheck):
             batches = drawn.batches(layer.graphed.runner)
             given = [inputs(drawn, turn, step.num_query_tokens) for turn, step in enumerate(batches)]
             kept: list[Tensor] = []
+            waits = _count_waits(layer.queues)
             for step, rows in zip(batches, given, strict=True):
                 _keep(layer, layer.graphed.step(step, *rows), kept)
+            violation = f"the host waited {len(waits)} times for the queue of the steps" if waits else ""
             layer.queues.synchronize_all()
-            violation = ""
             for turn, (step, rows, out) in enumerate(zip(batches, given, kept, strict=True)):
                 wrong = first_wrong_row(out, eager(step, rows, layer.kv, _options(target)))
                 violation = violation or (wrong and f"step {turn}, launched ahead: {wrong}")
         return self._judged(drawn, violation, layer, rows=sum(len(out) for out in kept))
+
+
+def _count_waits(work: queues.Queues) -> list[str]:
+    """Grows by one whenever the host waits for the queue `main`."""
+    waits: list[str] = []
+    wait = work.synchronize
+
+    def counted(queue: str) -> None:
+        if queue == "main":
+            waits.append(queue)
+        wait(queue)
+
+    work.synchronize = counted  # type: ignore[method-assign]
+    return waits
 
 
 def _keep(layer: Layer, out: Tensor, kept: list[Tensor]) -> None:

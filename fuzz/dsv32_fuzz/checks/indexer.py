@@ -49,10 +49,10 @@ class LogitsInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 @st.composite
 def logits_inputs(draw: st.DrawFn) -> LogitsInput:
-    """Contexts around pages and chunks."""
+    """Contexts around pages and chunks, and some beyond topk = 2048."""
     page_size, next_n = draw(sampled_from((16, 64, 1, 32))), draw(sampled_from((1, 1, 2, 4)))
     chunk = draw(sampled_from((256, 16, 64)))
-    lengths = sampled_from((5, next_n, 0, 15, 16, 17, 63, 64, 65, 100))
+    lengths = sampled_from((5, next_n, 0, 15, 16, 17, 63, 64, 65, 100, 2100, 2060, 2100, 2049))
     return LogitsInput(
         contexts=tuple(draw(st.lists(lengths.map(lambda n: n if n == 0 else max(n, next_n)), min_size=1, max_size=4))),
         next_n=next_n,

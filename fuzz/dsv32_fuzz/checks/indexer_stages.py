@@ -52,6 +52,8 @@ class StagesInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """RoPE position of every request's first token."""
     longest_paged: int = 4
     """Requests with more new tokens gather their keys first."""
+    spare: int = 0
+    """Columns of the scores behind the longest sequence."""
     seed: int = 0
 
 
@@ -68,6 +70,7 @@ def stages_inputs(draw: st.DrawFn) -> StagesInput:
         topk=draw(sampled_from((8, 4, 16))),
         page_size=draw(sampled_from((16, 64, 1))),
         first_position=draw(sampled_from((0, 1, 4095, 100_000))),
+        spare=draw(sampled_from((0, 1, 24))),
         seed=draw(integers(0, 1 << 16)),
     )
 
@@ -179,7 +182,8 @@ class IndexerStages(InputCheck[StagesInput]):
         q, scale = subject.index_queries(world.qr_TL[rows].to(device), world.w, table, config, kernels)
         weights = subject.head_weights(world.a_TM[rows].to(device), scale, world.w, config, kernels)
         query, ways = subject.IndexQuery(q=q, weights=weights), subject.split_rows(batch, drawn.longest_paged)
-        cache, width = state.index[0], max(batch.step.seq_lens)
+        cache = state.index[0]
+        width = max(batch.step.seq_lens) + drawn.spare
         scores = subject.index_scores(
             query, cache, batch, ways, width=width, preshuffle=state.preshuffle, kernels=kernels
         )

@@ -82,7 +82,7 @@ class _World:
     @classmethod
     def drawn(cls, drawn: MoeInput, hardware: bool) -> _World:
         g = torch.Generator().manual_seed(drawn.seed)
-        M, F = (128, 128) if drawn.fp8 or hardware else (32, 16)
+        M, F = (128, 128) if drawn.fp8 or hardware else (64, 32)  # more than one tile of 16 both ways
 
         def matrix(rows: int, columns: int) -> Tensor:
             drawn_RC: Tensor = torch.randn(rows, columns, generator=g) * columns**-0.5

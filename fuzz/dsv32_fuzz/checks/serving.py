@@ -24,7 +24,7 @@ from dsv32_fuzz.checks import TARGET_POISON, TWIN_POISON
 from dsv32_fuzz.checks.own_input import InputCheck
 from dsv32_fuzz.oracle import planner_lens
 from dsv32_fuzz.plan_checker import ZERO_LENGTH, check_plan
-from dsv32_fuzz.strategies import dims_for, sampled_from
+from dsv32_fuzz.strategies import MAX_MODEL_LEN, dims_for, sampled_from
 from dsv32_fuzz.targets import Session, StepRecord, Target
 from dsv32_fuzz.verdict import Verdict
 
@@ -107,7 +107,7 @@ def _with_neighbour(steps: tuple[StepBatch, ...], take: bool) -> History:
 
 
 class HistoryIndependence(SessionCheck):
-    """A step after a history, after the reversed one, after another size of batch, and in a fresh engine."""
+    """A step after a history, the reversed one, other sizes, itself in more rows, a capture, padding alone."""
 
     name = "history_independence"
     meaning = "what the kernels may read after a step is the same whatever ran before it: reordered, grown or shrunk"
@@ -118,15 +118,19 @@ class HistoryIndependence(SessionCheck):
         return st.builds(_with_neighbour, batch_mix_steps(), st.booleans())
 
     def run(self, drawn: History, target: Target) -> Verdict:
-        """Four engines, one comparison each with the fresh one."""
-        large = batch([(1, 3)] * 64)
+        """One engine for each history, and a fresh one to compare with."""
+        large, last = batch([(1, 3)] * 64), drawn.last
+        capture = batch([(1, 1)] * 64, bound=MAX_MODEL_LEN)
         histories = {
             "after its history": drawn.history,
             "after the reversed history": drawn.history[::-1],
             "after a larger batch": (*drawn.history, large),
             "after a regrown batch": (large, batch([(1, 5)]), *drawn.history),
+            "after the same requests in more rows": (msgspec.structs.replace(last, num_tokens=last.num_tokens + 9),),
+            "after itself and a capture": (last, capture),
+            "after itself and padding alone": (last, batch([], max(1, last.num_tokens))),
         }
-        dims = dims_for((*drawn.history, drawn.last, large))
+        dims = dims_for((*drawn.history, large, *histories["after the same requests in more rows"]))
         fresh = seen_by_kernels(target.open(dims, poison=TWIN_POISON), drawn.last, dims.topk)
         violation = ""
         for what, history in histories.items():
@@ -206,9 +210,16 @@ def _permuted_inputs(draw: st.DrawFn) -> Permuted:
     queries = draw(st.lists(sampled_from((2, 4, 8) if same == "crossing" else (1, 2, 4, 8)), min_size=2, max_size=5))
     queries[0] = queries[1] % 8 + 2  # two requests at least differ, so some order is another step
     length, context = draw(edge_lens(10)), TOPK - min(queries)
+<<<<<<< HEAD
     lens = {"length": [length] * len(queries), "crossing": [context + q for q in queries]}
     seqs = lens.get(same) or [draw(edge_lens(10)) for _ in queries]
     requests = tuple(zip(queries, seqs, strict=True))
+=======
+    if same == "crossing":
+        requests = tuple((q, context + q) for q in queries)
+    else:
+        requests = tuple((q, length if same else draw(edge_lens(10))) for q in queries)
+>>>>>>> kill
     order = draw(st.permutations(range(len(requests))))
     if [requests[r] for r in order] == list(requests):
         order = [1, 0, *range(2, len(requests))]
@@ -223,7 +234,11 @@ class PermutationInvariance(SessionCheck):
     input_type = Permuted
 
     def inputs(self) -> st.SearchStrategy[Permuted]:
+<<<<<<< HEAD
         """Unequal query lengths; often equal sequences, or equal contexts about to cross topk: only order differs."""
+=======
+        """Unequal query lengths, often equal sequences, or equal contexts short of topk: only the order tells."""
+>>>>>>> kill
         return _permuted_inputs()
 
     def run(self, drawn: Permuted, target: Target) -> Verdict:

@@ -48,11 +48,11 @@ class _Rows:
         parts = [part for part in drawn.values(self.k) for _ in range(self.next_n)]
         starts = [row.start for row in drawn.rows for _ in range(self.next_n)]
         self.width = max(start + len(part) for start, part in zip(starts, parts, strict=True)) + drawn.gap
-        storage_MN = torch.empty(len(parts), max(1, self.width))
+        storage_MN = torch.empty(len(parts), max(1, self.width) + drawn.pitch)
         for row, (start, part) in enumerate(zip(starts, parts, strict=True)):
             storage_MN[row] = OUTSIDE[row % len(OUTSIDE)]
             storage_MN[row, start : start + len(part)] = part
-        self.logits_MN = storage_MN.to(device_of(target))
+        self.logits_MN = storage_MN.to(device_of(target))[:, : max(1, self.width)]
         self.starts = starts
         # Row n of a request sees one column more than row n - 1, and the last one all of them.
         later = [self.next_n - 1 - row % self.next_n for row in range(len(parts))]

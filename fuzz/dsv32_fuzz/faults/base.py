@@ -37,24 +37,24 @@ class Area:
 
     title: str
     families: tuple[str, ...]
-    """Families of checks that are tried first; `step` stands for the checks of step sequences."""
+    """Families of checks that are tried first; `traffic` stands for the checks of step sequences."""
 
 
 AREAS: dict[str, Area] = {
-    "key": Area(title="metadata key", families=("step", "serving")),
-    "planner": Area(title="planner", families=("step", "attention")),
-    "reduce": Area(title="split and reduce", families=("attention", "reduce")),
+    "key": Area(title="metadata key", families=("traffic", "serving")),
+    "planner": Area(title="planner", families=("traffic", "attention", "step")),
+    "reduce": Area(title="split and reduce", families=("attention",)),
     "attention": Area(title="gather and attention", families=("attention", "step")),
-    "buffers": Area(title="persistent buffers", families=("step", "graph", "serving")),
-    "graph": Area(title="graph replay", families=("graph", "step")),
+    "buffers": Area(title="persistent buffers", families=("traffic", "serving", "graph")),
+    "graph": Area(title="graph replay", families=("graph", "traffic")),
     "router": Area(title="router", families=("router", "moe")),
-    "topk": Area(title="indexer top-k", families=("topk", "top-k", "indexer")),
-    "indexer": Area(title="indexer scores", families=("indexer", "topk", "top-k")),
+    "topk": Area(title="indexer top-k", families=("indexer",)),
+    "indexer": Area(title="indexer scores", families=("indexer",)),
     "cache": Area(title="cache and fp8", families=("cache", "indexer", "attention")),
-    "rope": Area(title="RoPE and scale", families=("attention", "rope", "indexer", "decode")),
+    "rope": Area(title="RoPE and scale", families=("indexer", "step")),
     "moe": Area(title="experts", families=("moe", "router")),
-    "mtp": Area(title="drafts (MTP)", families=("step", "serving", "attention")),
-    "latency": Area(title="cost of a step", families=("latency", "serving", "step")),
+    "mtp": Area(title="drafts (MTP)", families=("traffic", "step", "serving")),
+    "latency": Area(title="cost of a step", families=("serving", "step", "graph")),
     "harness": Area(title="the harness itself", families=()),
 }
 

@@ -176,7 +176,7 @@ FAULTS: tuple[Fault, ...] = (
         "harness_crash_passes",
         "an exception of the target counts as passed",
         "mlcommons/inference #1500",
-        _CHECKS,
+        f"{_CHECKS}.Watch",
         "_crashed",
         around(_crash_passes),
     ),

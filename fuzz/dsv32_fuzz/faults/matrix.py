@@ -29,7 +29,7 @@ from dsv32_fuzz.properties import OwnInput, Property, properties, property_of
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_fuzz.verdict import Status, Verdict
 
-STEP, SELFTEST = "step", "selftest"
+TRAFFIC, SELFTEST = "traffic", "selftest"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +54,8 @@ GATES: dict[Gate, Effort] = {
 
 
 def family_of(searched: Property) -> str:
-    """The family of a property's checks; `step` for those of step sequences."""
-    return searched.check.family if isinstance(searched, OwnInput) else STEP
+    """The family of a property's checks; `traffic` for those of step sequences."""
+    return searched.check.family if isinstance(searched, OwnInput) else TRAFFIC
 
 
 def ordered(found: Sequence[Property], area: str) -> list[Property]:
@@ -221,18 +221,23 @@ def _hunt(fault: Fault, clock: _Clock, seed: int) -> tuple[list[Kill], bool]:
     found: dict[str, Kill] = {}
     compared = False
     with fault.inject() as target:
-        hunted = ordered(properties(target), fault.area)
-        for number, examples in enumerate(clock.effort.passes):
-            for searched in hunted:
-                if clock.over:
-                    return list(found.values()), compared
-                watched = _Watched(inner=searched, clock=clock, quota=examples)
-                for kill in _search(watched, seed * 10_000 + number * 1000):
-                    found.setdefault(kill.check, kill)
-                compared |= bool(watched.passed or watched.first)
-                if found and not clock.effort.every_cell:
-                    return list(found.values()), compared
+        for number, (searched, examples) in enumerate(_agenda(properties(target), fault.area, clock.effort.passes)):
+            if clock.over or (found and not clock.effort.every_cell):
+                break
+            watched = _Watched(inner=searched, clock=clock, quota=examples)
+            for kill in _search(watched, seed * 10_000 + number * 10):
+                found.setdefault(kill.check, kill)
+            compared |= bool(watched.passed or watched.first)
     return list(found.values()), compared
+
+
+def _agenda(found: Sequence[Property], area: str, passes: Sequence[int]) -> Iterator[tuple[Property, int]]:
+    """What is searched, with how many examples; the area's own families are one pass ahead of all others."""
+    near = [searched for searched in ordered(found, area) if family_of(searched) in AREAS[area].families]
+    far = [searched for searched in found if searched not in near]
+    for ahead, behind in zip((*passes, 0), (0, *passes), strict=True):
+        yield from ((searched, ahead) for searched in near if ahead)
+        yield from ((searched, behind) for searched in far if behind)
 
 
 def _probe(fault: Fault, clock: _Clock) -> list[Kill]:

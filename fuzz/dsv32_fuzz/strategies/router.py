@@ -38,7 +38,10 @@ NAN_KINDS = ("one_nan", "all_nan")
 Shape = Literal["256/8/4/8", "64/4/2/6", "32/8/3/4", "16/1/1/4", "8/8/4/2"]
 """Experts, groups, kept groups, chosen experts: DeepSeek-V3's, for which the optimised kernel is, and others."""
 SHAPES: tuple[Shape, ...] = get_args(Shape)
-BIASES = ((0.0, 0.0), (7.0, 0.05), (6.95, 0.15), (0.0, 0.1), (-1.0, 0.05), (-3.0, 0.0), (12.0, 0.02), (34.5, 0.14))
+BIASES = (
+    *((0.0, 0.0), (7.0, 0.05), (6.95, 0.15), (0.0, 0.1), (-1.0, 0.05)),
+    *((-3.0, 0.0), (12.0, 0.02), (34.5, 0.14), (-2.0, 0.1), (-1.0, 0.02)),
+)
 """(offset, spread): none, the real band, biased scores below zero, and where score + bias - bias cancels."""
 PROBE_BIASES = BIASES[:5]
 

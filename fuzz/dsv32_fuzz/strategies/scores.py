@@ -35,8 +35,15 @@ ScoreKind = Literal[
 """What a row of scores looks like; see `_DRAW`."""
 
 
-KINDS: tuple[ScoreKind, ...] = (*get_args(ScoreKind), "near_equal", "near_equal", "near_equal", "one_winner", "relu")
-"""As often as each is drawn: only near-equal rows show a select that stops before the last bits."""
+KINDS: tuple[ScoreKind, ...] = (
+    *get_args(ScoreKind),
+    *("near_equal",) * 3,
+    *("some_minus_inf",) * 3,
+    "all_minus_inf",
+    "one_winner",
+    "relu",
+)
+"""As often as each is drawn: near-equal rows show a select that stops before the last bits, -inf shows a sentinel."""
 
 
 class ScoreRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,7 +69,9 @@ class ScoreBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     next_n: int = 1
     """Query rows per request of the decode kernel: row n of a request sees one column more than row n - 1."""
     gap: int = 3
-    """Columns of the storage that belong to no row."""
+    """Columns of the logits that belong to no row."""
+    pitch: int = 0
+    """Columns of the allocation behind the logits: rows lie further apart than they are wide."""
     seed: int = 0
 
     def values(self, k: int) -> list[Tensor]:
@@ -129,5 +138,6 @@ def score_batches(draw: st.DrawFn) -> ScoreBatch:
         prefill=prefill,
         next_n=1 if prefill else draw(sampled_from((1, 1, 2, 4))),
         gap=draw(sampled_from((3, 0, 61))),
+        pitch=draw(sampled_from((0, 5, 64))),
         seed=draw(integers(0, 1 << 16)),
     )

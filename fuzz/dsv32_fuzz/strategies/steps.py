@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from hypothesis import strategies as st
 
@@ -18,11 +18,22 @@ from dsv32_fuzz.case import Dims
 from dsv32_fuzz.workload import DEFAULT_CAPTURE_SIZES
 
 Steps = tuple[StepBatch, ...]
+T = TypeVar("T")
 
 # A strategy is validated when it is first drawn from, so one that is drawn often is made once.
 integers = cache(st.integers)
-sampled_from = cache(st.sampled_from)
 booleans = cache(st.booleans)
+_SAMPLED: dict[str, st.SearchStrategy[Any]] = {}
+
+
+def sampled_from(values: Sequence[T]) -> st.SearchStrategy[T]:
+    """One of some values, the first one the simplest; made once for each list of values."""
+    key = repr(values)  # not the values themselves: (0, 1) equals (False, True)
+    if key not in _SAMPLED:
+        _SAMPLED[key] = st.sampled_from(values)
+    return _SAMPLED[key]
+
+
 MAX_STEPS = 8
 MAX_MODEL_LEN = 163840
 SPLIT_CAP_EDGES = (256, 384, 640, 1152)  # where next_pow2(max_seq_len / 128) doubles
@@ -187,6 +198,13 @@ def _capture(draw: st.DrawFn, step: StepBatch, topk: int) -> StepBatch:
     return StepBatch(query_lens=(q,) * requests, seq_lens=(q,) * requests, max_seq_len=MAX_MODEL_LEN)
 
 
+def _repadded(draw: st.DrawFn, step: StepBatch, topk: int) -> StepBatch:
+    """The same requests in the rows of another graph."""
+    del topk
+    rows = step.num_query_tokens + draw(sampled_from((1, 0, 7, 64)))
+    return StepBatch(query_lens=step.query_lens, seq_lens=step.seq_lens, num_tokens=rows, max_seq_len=step.max_seq_len)
+
+
 def _both(step: StepBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return step.query_lens, step.seq_lens
 
@@ -201,6 +219,7 @@ _NEIGHBOURS: tuple[Callable[[st.DrawFn, StepBatch, int], StepBatch], ...] = (
     _permuted,
     _queries_permuted,
     _bound_raised,
+    _repadded,
     _idle,
     _capture,
 )
