@@ -60,7 +60,7 @@ class QuantInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 @st.composite
 def quant_inputs(draw: st.DrawFn) -> QuantInput:
     """Any quantiser; subnormal rows only where a floor keeps the reciprocal of the scale finite."""
-    quantiser = draw(sampled_from(("per_group", "per_token", "ue8m0")))
+    quantiser: Literal["per_group", "per_token", "ue8m0"] = draw(sampled_from(("per_group", "per_token", "ue8m0")))
     kinds = tuple(kind for kind in VALUES if kind != "subnormal" or quantiser != "per_token")
     return QuantInput(
         quantiser=quantiser,
