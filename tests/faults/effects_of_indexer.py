@@ -290,7 +290,10 @@ def score_width(target: InTreeTarget) -> int:
         weights=torch.ones(2, config.index_n_heads),
     )
     ways = indexing.split_rows(batch, 4)
-    return indexing.index_scores(query, caches.index[0], batch, ways, preshuffle=False, kernels=target.kernels).shape[1]
+    scores = indexing.index_scores(
+        query, caches.index[0], batch, ways, width=2, preshuffle=False, kernels=target.kernels
+    )
+    return scores.shape[1]
 
 
 effect("latency_full_width", score_width, lambda c, f: (c, f) == (2, 4096))

@@ -7,7 +7,7 @@ Legend: T rows, N columns, S scales per row.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import torch
@@ -24,6 +24,7 @@ from dsv32_ref.bounds import Arithmetic, exact
 from dsv32_ref.bounds.quant import ScaleRule, fake_quant, scale_range
 
 ARITH = Arithmetic()
+Quantiser = Literal["per_group", "per_token", "ue8m0"]
 Values = Literal["normal", "outlier", "zeros", "tiny", "large", "amax_448", "subnormal", "mixed"]
 VALUES: tuple[Values, ...] = ("normal", "outlier", "zeros", "tiny", "large", "amax_448", "subnormal", "mixed")
 
@@ -46,7 +47,7 @@ def values_of(kind: Values, rows: int, width: int, g: torch.Generator) -> Tensor
 class QuantInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Rows for a quantiser."""
 
-    quantiser: Literal["per_group", "per_token", "ue8m0"] = "per_group"
+    quantiser: Quantiser = "per_group"
     rows: int = 2
     groups: int = 2
     group_size: Literal[128, 64, 32] = 128
@@ -60,7 +61,7 @@ class QuantInput(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 @st.composite
 def quant_inputs(draw: st.DrawFn) -> QuantInput:
     """Any quantiser; subnormal rows only where a floor keeps the reciprocal of the scale finite."""
-    quantiser = draw(sampled_from(("per_group", "per_token", "ue8m0")))
+    quantiser: Quantiser = draw(sampled_from(get_args(Quantiser)))
     kinds = tuple(kind for kind in VALUES if kind != "subnormal" or quantiser != "per_token")
     return QuantInput(
         quantiser=quantiser,
