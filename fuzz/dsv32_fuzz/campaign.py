@@ -59,6 +59,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Per check that draws its own input; those of a family share the time of the family."""
     check_examples: int
     """Per such check at least, whatever the time."""
+    shrink_seconds: float
+    """Per failing check, for Hypothesis and as much again for dropping steps and requests."""
     table_requests: tuple[int, ...]
     """Requests served per row of the skip-rate table: ten waves, and about the 956 steps of the PR's trace."""
 
@@ -67,9 +69,10 @@ PROFILES: dict[str, Profile] = {
     "ci": Profile(
         workload_seconds=3,
         fuzz_seconds=1,
-        fuzz_examples=100,
-        check_seconds=0.5,
-        check_examples=10,
+        fuzz_examples=60,
+        check_seconds=0.3,
+        check_examples=5,
+        shrink_seconds=1.5,
         table_requests=(128,),
     ),
     "signoff": Profile(
@@ -78,6 +81,7 @@ PROFILES: dict[str, Profile] = {
         fuzz_examples=100,
         check_seconds=1.0,
         check_examples=10,
+        shrink_seconds=4,
         table_requests=(640, 128),
     ),
     "nightly": Profile(
@@ -86,6 +90,7 @@ PROFILES: dict[str, Profile] = {
         fuzz_examples=100,
         check_seconds=30,
         check_examples=100,
+        shrink_seconds=15,
         table_requests=(640, 128),
     ),
 }
@@ -210,7 +215,13 @@ def search(target: Target, scope: str, profile: Profile, run_seed: int) -> Itera
     title = f"search {scope.replace('_', ' ')} traffic"
     seconds, examples = profile.fuzz_seconds, profile.fuzz_examples
     yield PhaseStarted(phase=f"fuzz:{scope}", title=title, seconds=seconds)
-    yield from explore(StepTraffic(target, scope), run_seed=run_seed, seconds=seconds, examples=examples)
+    yield from explore(
+        StepTraffic(target, scope),
+        run_seed=run_seed,
+        seconds=seconds,
+        examples=examples,
+        shrink_seconds=profile.shrink_seconds,
+    )
 
 
 def families() -> dict[str, tuple[type[InputCheck[Any]], ...]]:
@@ -234,6 +245,7 @@ def search_family(target: Target, family: str, profile: Profile, run_seed: int) 
             run_seed=run_seed,
             seconds=profile.check_seconds,
             examples=profile.check_examples,
+            shrink_seconds=profile.shrink_seconds,
         ):
             if isinstance(event, VerdictReached):
                 event = msgspec.structs.replace(event, phase=phase)

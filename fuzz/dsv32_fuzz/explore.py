@@ -206,15 +206,17 @@ class Search:
         self.causes.update((verdict.check, cause_of(verdict.summary)) for verdict in failed)
 
 
-def explore(searched: Property, *, run_seed: int, seconds: float, examples: int = 0) -> Iterator[Event]:
+def explore(
+    searched: Property, *, run_seed: int, seconds: float, examples: int = 0, shrink_seconds: float = SHRINK_SECONDS
+) -> Iterator[Event]:
     """Search one property for `seconds` and for at least `examples`, so that a slow machine still searches.
 
-    Every failing check is shrunk once and then set aside.
+    Every failing check is shrunk once, for `shrink_seconds` by Hypothesis and as long by dropping, and then set aside.
 
     Yields progress, a counterexample per failing check, and at the end what step sequences have covered and one verdict
     per check.
     """
-    search = Search(searched, lambda number: run_seed + number)
+    search = Search(searched, lambda number: run_seed + number, shrink_seconds=shrink_seconds)
     yield from search.slice(seconds, examples)
     if search.coverage.cases:
         yield InputSpaceCovered(phase=f"fuzz:{searched.scope}", scope=searched.scope, coverage=search.coverage)

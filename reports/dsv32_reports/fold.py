@@ -183,7 +183,8 @@ def shown_case(case: AnyCase) -> list[str]:
     """A case in lines: its step batches, or the fields of the input that a check drew."""
     if isinstance(case, Case):
         return [f"step {i}: {show_step(step)}" for i, step in enumerate(case.steps)]
-    return [f"{name}: {value}" for name, value in case.input.items()]
+    # As JSON, so that a tuple and the list that a journal keeps of it read alike.
+    return [f"{name}: {msgspec.json.encode(value).decode()}" for name, value in case.input.items()]
 
 
 def show_step(step: StepBatch) -> str:

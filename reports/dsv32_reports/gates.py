@@ -96,6 +96,8 @@ FAMILY_TITLES = {
     "graph": "Graphs",
     "serving": "Serving",
     "step": "Decode step",
+    "moe": "Experts",
+    "interface": "Kernel interface",
 }
 """Titles of the gates of the checks that draw their own input; a family that is not named here is its own title."""
 

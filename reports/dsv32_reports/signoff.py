@@ -177,7 +177,7 @@ def _journal(folder: Path, kept: Sequence[Event]) -> Iterator[BinaryIO]:
         if journal.tell():
             journal.truncate(sum(len(line) for line in lines[: len(kept)]))
         cases = {f"{e.case.scope}-{e.case.check}.json" for e in kept if isinstance(e, CounterexampleFound)}
-        for path in (folder / "cases").iterdir():
+        for path in folder.glob("cases/*"):
             if path.name not in cases:
                 path.unlink()
         yield journal

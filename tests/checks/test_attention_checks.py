@@ -153,7 +153,7 @@ def test_a_faulty_kernel_is_seen(check: type[InputCheck[Any]], replaced: dict[st
 def test_a_key_that_is_too_short_is_seen(seed: int) -> None:
     """#42982: the plan of the step before sends a row to another part of the gather list."""
     told = failure(TracerCoverage, InTreeTarget(PRESETS["pr42982"]), seed)
-    assert "lost" in told
+    assert "lost" in told or "too often" in told
     assert "token" in told
 
 

@@ -290,10 +290,9 @@ def score_width(target: InTreeTarget) -> int:
         weights=torch.ones(2, config.index_n_heads),
     )
     ways = indexing.split_rows(batch, 4)
-    scores = indexing.index_scores(
+    return indexing.index_scores(
         query, caches.index[0], batch, ways, width=2, preshuffle=False, kernels=target.kernels
-    )
-    return scores.shape[1]
+    ).shape[1]
 
 
 effect("latency_full_width", score_width, lambda c, f: (c, f) == (2, 4096))

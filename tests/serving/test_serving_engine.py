@@ -110,7 +110,7 @@ def test_any_actions_make_steps_that_fit(config: EngineConfig, wanted: list[Acti
 def test_every_kind_of_action_is_drawn() -> None:
     seen: set[str] = set()
 
-    @settings(max_examples=150, database=None, deadline=None, derandomize=True)
+    @settings(max_examples=600, database=None, deadline=None, derandomize=True)
     @given(any_action(2048))
     def look(action: Action) -> None:
         seen.add(action.kind)
