@@ -228,6 +228,16 @@ effect(
 )
 
 
+def merged_twice(target: InTreeTarget) -> tuple[float, float]:
+    """1e8, 1 and -1e8 in fp32: what is left of the 1 depends on the order."""
+    outputs = torch.tensor([1e8, 1.0, -1e8]).view(1, 3, 1, 1)
+    first, second = (float(reduce.merge_online(outputs, torch.zeros(1, 3, 1))[0]) for _ in range(2))
+    return first, second
+
+
+effect("reduce_by_arrival", merged_twice, lambda c, f: c[0] == c[1] and f[0] != f[1])
+
+
 def piece_lse(target: InTreeTarget) -> float:
     """Two keys of score 0: ln 2."""
     return float(pieces._softmax_times_values(torch.zeros(1, 1, 2), torch.zeros(1, 2, 1), torch.bfloat16)[1])

@@ -124,11 +124,12 @@ def test_time_that_is_over_tries_nothing_more(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_families_of_an_area_come_first() -> None:
-    target = FAULTS["plan_gap"].control()
-    found = [*properties(target), OwnInput(target, AlwaysFails)]
-    assert ordered(found, "moe")[0].scope == "always_fails"
-    assert ordered(found, "key")[0].scope != "always_fails"
-    assert sorted(p.scope for p in ordered(found, "moe")) == sorted(p.scope for p in found)
+    found = properties(FAULTS["plan_gap"].control())
+    families = [matrix.family_of(searched) for searched in ordered(found, "moe")]
+    assert families == sorted(families, key=lambda f: {"moe": 0, "router": 1}.get(f, 2))
+    assert families[0] == "moe"
+    assert matrix.family_of(ordered(found, "key")[0]) == "traffic"
+    assert sorted(families) == sorted(map(matrix.family_of, found))
 
 
 def test_an_areas_own_families_are_one_pass_ahead() -> None:

@@ -68,6 +68,19 @@ def _empty_counts(run: Any, call: Call) -> Any:
     return run({**call, "lses_MSH": torch.where(lses_MSH == -math.inf, 0.0, lses_MSH)})
 
 
+def _by_arrival(original: Any) -> Any:
+    """Partials are added up in an order that moves from call to call."""
+    calls = 0
+
+    def change(run: Any, call: Call) -> Any:
+        nonlocal calls
+        calls += 1
+        turned = {name: call[name].roll(calls % call[name].shape[1], 1) for name in ("outputs_MSHC", "lses_MSH")}
+        return run({**call, **turned})
+
+    return around(change)(original)
+
+
 def _merges(make: Any) -> tuple[Patch, ...]:
     """Both ways of merging; split rows of the other kernel come by the first, under its own name."""
     return (
@@ -147,5 +160,13 @@ FAULTS: tuple[Fault, ...] = (
         reference="AITER #4420",
         bugs=("Z12",),
         patches=_merges(around(_empty_counts)),
+    ),
+    Fault(
+        name="reduce_by_arrival",
+        area="reduce",
+        story="partials are merged in the order in which they arrive, so equal calls give other bits",
+        reference="sglang #40578 (split-K partials in no fixed order); AITER mla_reduce_v1: in the order of the map",
+        bugs=("Z46",),
+        patches=_merges(_by_arrival),
     ),
 )
