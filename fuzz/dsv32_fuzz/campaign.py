@@ -2,8 +2,8 @@
 
 The phases, in order: the recorded plans (is the emulated planner AITER's?), the proof by exhaustion (is the key exact
 in a small world?), independently seeded workload sequences (how often does a real schedule fail?), a search per traffic
-class (what is the smallest case that fails?), a search per family of checks that draw their own input, and the
-skip-rate table.
+class (what is the smallest case that fails?), a search per family of checks that draw their own input, faults
+injected on purpose (would the checks see them?), and the skip-rate table.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -34,6 +34,7 @@ from dsv32_fuzz.events import (
     VerdictReached,
 )
 from dsv32_fuzz.explore import counterexample, explore
+from dsv32_fuzz.faults.sensitivity import one_per_area, sensitivity, whole_catalogue
 from dsv32_fuzz.golden.components import ComponentReplay
 from dsv32_fuzz.golden.decodes import RunReplay, replay_decodes
 from dsv32_fuzz.golden.plans import DEFINED, UNDEFINED, replay_plans
@@ -61,6 +62,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Per such check at least, whatever the time."""
     shrink_seconds: float
     """Per failing check, for Hypothesis and as much again for dropping steps and requests."""
+    faults: Literal["none", "one per area", "all"] = "none"
+    """Faults injected to see whether the checks see them."""
     table_requests: tuple[int, ...]
     """Requests served per row of the skip-rate table: ten waves, and about the 956 steps of the PR's trace."""
 
@@ -82,6 +85,17 @@ PROFILES: dict[str, Profile] = {
         check_seconds=1.0,
         check_examples=10,
         shrink_seconds=4,
+        faults="one per area",
+        table_requests=(640, 128),
+    ),
+    "release": Profile(
+        workload_seconds=120,
+        fuzz_seconds=30,
+        fuzz_examples=100,
+        check_seconds=3.0,
+        check_examples=30,
+        shrink_seconds=8,
+        faults="all",
         table_requests=(640, 128),
     ),
     "nightly": Profile(
@@ -91,6 +105,7 @@ PROFILES: dict[str, Profile] = {
         check_seconds=30,
         check_examples=100,
         shrink_seconds=15,
+        faults="all",
         table_requests=(640, 128),
     ),
 }
@@ -131,6 +146,9 @@ def phases(target: Target, profile: Profile, run_seed: int) -> dict[str, Callabl
     }
     found.update({f"fuzz:{scope}": partial(search, target, scope, profile, run_seed) for scope in TRAFFIC})
     found.update({f"check:{name}": partial(search_family, target, name, profile, run_seed) for name in families()})
+    if profile.faults != "none":
+        names = one_per_area(run_seed) if profile.faults == "one per area" else whole_catalogue()
+        found["sensitivity"] = partial(sensitivity, names, run_seed)
     if isinstance(target, InTreeTarget) and target.caches:
         found["skip_rate"] = partial(skip_rates, target, profile.table_requests, run_seed)
     return found

@@ -19,6 +19,7 @@ EVERYWHERE = ("workload", "decode", "mtp_decode", "chunked_prefill", "mixed", "s
 REQUIRED: dict[str, tuple[str, ...]] = {
     "recorded_plans": ("aiter_e404860_v1", "aiter_e404860_undefined"),
     "key_exhaustive": ("decode", "any_query_length"),
+    "sensitivity": (),
     "accuracy": (),
 }
 """Where a check must have run; every other check everywhere. What is missing is MISTRUSTED, so it is never a GO."""
@@ -59,14 +60,19 @@ GATES: dict[str, tuple[str, str, frozenset[str]]] = {
         "nothing stale lies past the extent of a step, so a padded or replayed row reads zeros",
         frozenset({"buffer_hygiene"}),
     ),
+    "sensitivity": (
+        "Sensitivity",
+        "known defects, injected on purpose, are seen by some check, and no check fails without one",
+        frozenset({"sensitivity"}),
+    ),
     "accuracy": (
         "Accuracy",
         "the candidate's score in lm-evaluation-harness is not worse than the baseline's by more than the margin",
         frozenset({"accuracy"}),
     ),
 }
-OPTIONAL = frozenset({"accuracy"})
-"""Gates that need evidence from elsewhere: not required unless the policy says so, not judged when it is not given."""
+OPTIONAL = frozenset({"sensitivity", "accuracy"})
+"""Gates whose evidence a run may lack: not judged then, unless the policy requires it; required once there is some."""
 
 NOT_JUDGED = (
     "your checkpoint: what bf16 logits and bias change in its router is measured by `dsv32 router --checkpoint DIR`",
@@ -187,15 +193,15 @@ def _judged(name: str, title: str, meaning: str, lines: list[ScopeLine], policy:
         status=worst(statuses),
         meaning=meaning,
         lines=lines,
-        required=(rule.need or _default_need(name)) == "required",
+        required=(rule.need or _default_need(name, lines)) == "required",
         figure=figure,
         value=value,
         limit=limit,
     )
 
 
-def _default_need(name: str) -> str:
-    return "optional" if name in OPTIONAL else "required"
+def _default_need(name: str, lines: Sequence[ScopeLine]) -> str:
+    return "optional" if name in OPTIONAL and not lines else "required"
 
 
 def not_judged(gates: Sequence[Gate]) -> list[str]:

@@ -41,7 +41,7 @@ class GateRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """What the policy asks of one gate."""
 
     need: Literal["required", "optional"] | None = None
-    """None keeps the gate's own: required for all but accuracy.
+    """None keeps the gate's own: required, and for sensitivity and accuracy only if there is evidence of it.
 
     An optional gate is shown, and a failure of it is named beside the outcome, but decides nothing.
     """

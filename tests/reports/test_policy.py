@@ -97,7 +97,9 @@ def test_an_optional_gate_is_named_beside_the_go() -> None:
 def test_accuracy_is_judged_when_given_and_required_when_asked_for() -> None:
     assert any(text.startswith("accuracy:") for text in under(Policy()).not_judged)
     worse = reached("accuracy", "gsm8k", Status.FAILED)
-    report = under(Policy(), worse)
+    assert under(Policy(), worse).outcome is Outcome.NO_GO
+    aside = msgspec.convert({"format": "dsv32-policy/1", "gates": {"accuracy": {"need": "optional"}}}, Policy)
+    report = under(aside, worse)
     assert (report.outcome, "not required and not passed: Accuracy" in report.reason) == (Outcome.GO, True)
     needed = msgspec.convert({"format": "dsv32-policy/1", "gates": {"accuracy": {"need": "required"}}}, Policy)
     assert under(needed).outcome is Outcome.INCONCLUSIVE
