@@ -118,7 +118,8 @@ HEAD = """# Evidence
 
 Each section is what the command in it printed; `make evidence` runs them all (about two hours), and
 `python docs/evidence.py TITLE...` some of them. All was measured on a CPU with emulated kernels: nothing has run on an
-MI355X. Times depend on the machine and on what else runs on it; counts do not.
+MI355X. Times depend on the machine and on what else runs on it; counts do not. A section without a date is of an
+earlier commit.
 """
 
 
