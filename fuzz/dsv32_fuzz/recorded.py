@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from importlib.util import find_spec
 from typing import ClassVar
 
 from hypothesis import strategies as st
@@ -13,6 +11,7 @@ from hypothesis import strategies as st
 from dsv32_fuzz.case import AnyCase, Case
 from dsv32_fuzz.causes import case_digest
 from dsv32_fuzz.checks import told
+from dsv32_fuzz.coverage import Coverage
 from dsv32_fuzz.journal import Journal
 from dsv32_fuzz.properties import Property, properties
 from dsv32_fuzz.targets import Target
@@ -101,9 +100,9 @@ class Recorded:
 
 def cells_of(case: AnyCase) -> list[str]:
     """Cells of the input space that a step sequence lies in, and `event: NAME` for each rare event in it."""
-    if not isinstance(case, Case) or find_spec("dsv32_fuzz.coverage") is None:
+    if not isinstance(case, Case):
         return []
-    coverage = import_module("dsv32_fuzz.coverage").Coverage()
+    coverage = Coverage()
     coverage.add(case)
     return [*coverage.cells, *(f"{EVENT}{name}" for name in coverage.events)]
 

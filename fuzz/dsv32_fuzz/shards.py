@@ -20,8 +20,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -53,7 +51,7 @@ from dsv32_fuzz.processes import die_with_parent, limit_threads
 from dsv32_fuzz.recorded import Recorded, StopRequested, selected
 from dsv32_fuzz.replay import replay_on
 from dsv32_fuzz.shared_examples import open_examples
-from dsv32_fuzz.targets import Target
+from dsv32_fuzz.targets import Target, registry
 from dsv32_fuzz.targets.intree import InTreeTarget
 
 SPEC, CORPUS = "campaign.json", "corpus.jsonl"
@@ -156,10 +154,8 @@ def open_target(name: str, options: Options | None, arguments: Mapping[str, str]
         if options is None or arguments:
             raise ValueError(f"the in-tree path takes options, and no {', '.join(arguments) or 'other argument'}")
         return InTreeTarget(options)
-    if find_spec("dsv32_fuzz.targets.registry") is None:
-        raise ValueError(f"unknown target {name!r}; there is in-tree")
-    target: Target = import_module("dsv32_fuzz.targets.registry").open_target(name, **arguments)
-    return target
+    given: dict[str, Any] = dict(arguments)
+    return registry.open_target(name, **given)
 
 
 def round_seed(seed: int, scope: str, shard: int, number: int) -> int:

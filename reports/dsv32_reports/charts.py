@@ -33,52 +33,6 @@ def bars(
     return _svg(title, WIDTH, height, parts)
 
 
-def histogram(title: str, bins: Sequence[tuple[str, int, int]]) -> Markup:
-    """Columns, one per (label, count, marked); the marked part is hatched by an outline and counted in the label."""
-    top = max([count for _, count, _ in bins], default=0) or 1
-    width, height = max(1, WIDTH // max(1, len(bins))), 140
-    parts = []
-    for i, (label, count, marked) in enumerate(bins):
-        x, tall = i * width, 100 * count / top
-        parts.append(
-            Markup('<rect x="{}" y="{:.1f}" width="{}" height="{:.1f}"/>').format(x + 2, 110 - tall, width - 4, tall)
-        )
-        if marked:
-            share = 100 * marked / top
-            column = (x + 2, 110 - share, width - 4, share)
-            parts.append(Markup('<rect class="over" x="{}" y="{:.1f}" width="{}" height="{:.1f}"/>').format(*column))
-            parts.append(_text(x + width / 2, 104 - tall, str(marked), "middle"))
-        parts.append(_text(x + width / 2, 128, label, "middle"))
-    return _svg(title, WIDTH, height, parts)
-
-
-def heat(title: str, rows: Sequence[str], columns: Sequence[str], cells: Sequence[Sequence[float | None]]) -> Markup:
-    """A matrix of shades, one cell per (row, column), from 0 (paper) to the largest value; None is left blank."""
-    top = max([value for line in cells for value in line if value is not None], default=0.0) or 1.0
-    side, head = 16, 130
-    width, height = LABEL + side * len(columns) + 8, head + side * len(rows) + 8
-    parts = [
-        Markup('<text transform="translate({},{}) rotate(-60)">{}</text>').format(LABEL + side * i + 12, head - 6, name)
-        for i, name in enumerate(columns)
-    ]
-    for r, (name, line) in enumerate(zip(rows, cells, strict=True)):
-        y = head + side * r
-        parts.append(_text(LABEL - 6, y + 12, name, "end"))
-        for c, value in enumerate(line):
-            if value is not None:
-                place = (
-                    LABEL + side * c,
-                    y,
-                    side - 1,
-                    side - 1,
-                    0.15 + 0.85 * value / top,
-                    f"{name}, {columns[c]}: {value:.3g}",
-                )
-                cell = '<rect x="{}" y="{}" width="{}" height="{}" fill-opacity="{:.2f}"><title>{}</title></rect>'
-                parts.append(Markup(cell).format(*place))
-    return _svg(title, width, height, parts)
-
-
 def trend(title: str, values: Sequence[float]) -> Markup:
     """A line through `values` in order, each a dot; the axis spans their range."""
     low, high = min(values), max(values)

@@ -19,7 +19,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals.update(bars=charts.bars, histogram=charts.histogram, heat=charts.heat, trend=charts.trend)
+    environment.globals.update(bars=charts.bars, trend=charts.trend)
     environment.filters["skip_bars"] = _skip_bars
     return environment
 
