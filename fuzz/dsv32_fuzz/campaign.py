@@ -39,13 +39,13 @@ from dsv32_fuzz.golden.components import ComponentReplay
 from dsv32_fuzz.golden.decodes import RunReplay, replay_decodes
 from dsv32_fuzz.golden.plans import DEFINED, UNDEFINED, replay_plans
 from dsv32_fuzz.properties import OwnInput, StepTraffic
-from dsv32_fuzz.skip_rate import SkipCount, explain_misses, skip_rate, skip_table
 from dsv32_fuzz.strategies import WORLDS, World
 from dsv32_fuzz.targets import Target
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_fuzz.traffic import TRAFFIC
 from dsv32_fuzz.verdict import Status, Verdict, worst
 from dsv32_fuzz.workload import PR42982_WORKLOAD, Workload, steps
+from dsv32_fuzz.workload.skip_rate import SkipCount, explain_misses, skip_rate, skip_table
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):

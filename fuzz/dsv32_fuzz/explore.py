@@ -17,8 +17,8 @@ import msgspec
 from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 from hypothesis.database import ExampleDatabase
 
+from dsv32_fuzz.campaigns.causes import cause_of
 from dsv32_fuzz.case import AnyCase, Case
-from dsv32_fuzz.causes import cause_of
 from dsv32_fuzz.checks import merge
 from dsv32_fuzz.coverage import Coverage
 from dsv32_fuzz.events import CounterexampleFound, Event, InputSpaceCovered, Progress, VerdictReached

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 
 from dsv32_fast.options import describe
-from dsv32_fuzz.campaign_result import CampaignResult, CheckLine, Failure
+from dsv32_fuzz.campaigns.ledger import cause_key
+from dsv32_fuzz.campaigns.recorded import EVENT
+from dsv32_fuzz.campaigns.result import CampaignResult, CheckLine, Failure
 from dsv32_fuzz.events import CounterexampleFound, Event, Progress
-from dsv32_fuzz.ledger import cause_key
-from dsv32_fuzz.recorded import EVENT
 from dsv32_fuzz.verdict import Status
 
 LINE_SECONDS = 60.0

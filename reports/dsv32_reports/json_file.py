@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from dsv32_fuzz.campaign_result import CampaignResult
+from dsv32_fuzz.campaigns.result import CampaignResult
 from dsv32_fuzz.events import AnyEvent, Event
 from dsv32_reports.model import Report
 

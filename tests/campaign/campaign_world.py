@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-from dsv32_fuzz import recorded, shards
+from dsv32_fuzz.campaigns import recorded, shards
+from dsv32_fuzz.campaigns.recorded import Recorded
+from dsv32_fuzz.campaigns.shards import CampaignSpec, CorpusCase, ShardPlan, run_shard, shard_folder, write_inputs
 from dsv32_fuzz.case import AnyCase, InputCase
-from dsv32_fuzz.recorded import Recorded
-from dsv32_fuzz.shards import CampaignSpec, CorpusCase, ShardPlan, run_shard, shard_folder, write_inputs
 from dsv32_fuzz.verdict import Status, Verdict
 
 SPEC = CampaignSpec(

@@ -11,9 +11,9 @@ import pytest
 from campaign_world import SPEC, Numbers, number_case, run_numbers, use_numbers
 from typer.testing import CliRunner, Result
 
-from dsv32_fuzz.campaign_result import CampaignResult, read_result
+from dsv32_fuzz.campaigns.corpus import Corpus
+from dsv32_fuzz.campaigns.result import CampaignResult, read_result
 from dsv32_fuzz.case import load_case
-from dsv32_fuzz.corpus import Corpus
 from dsv32_fuzz.events import CounterexampleFound, Progress
 from dsv32_reports.campaign_text import ProgressLines, clock
 from dsv32_reports.cli import app

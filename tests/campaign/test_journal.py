@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from campaign_world import number_case
 
-from dsv32_fuzz.journal import (
+from dsv32_fuzz.campaigns.journal import (
     JOURNAL,
     RUNNING,
     CaseFinished,

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from campaign_world import number_case
 
+from dsv32_fuzz.campaigns.causes import case_digest
+from dsv32_fuzz.campaigns.ledger import MAX_ENTRIES, judge_ledger, quarantine, read_ledger
 from dsv32_fuzz.case import save_case
-from dsv32_fuzz.causes import case_digest
-from dsv32_fuzz.ledger import MAX_ENTRIES, judge_ledger, quarantine, read_ledger
 from dsv32_fuzz.verdict import Status, Verdict
 
 DAY = datetime.date(2026, 12, 1)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from dsv32_fast.options import PRESETS
+from dsv32_fuzz.campaigns.corpus import Corpus
+from dsv32_fuzz.campaigns.ledger import read_ledger, witnesses
 from dsv32_fuzz.case import load_case
-from dsv32_fuzz.corpus import Corpus
-from dsv32_fuzz.ledger import read_ledger, witnesses
 from dsv32_fuzz.replay import replay_case
 from dsv32_fuzz.verdict import Status
 

@@ -15,19 +15,19 @@ pytest.importorskip("ray")
 import ray
 from campaign_world import SPEC
 
-from dsv32_fuzz import campaign_ray
-from dsv32_fuzz.campaign_fuzz import FuzzPlan
-from dsv32_fuzz.campaign_ray import fuzz_on_ray
-from dsv32_fuzz.campaign_result import read_result
+from dsv32_fuzz.campaigns import ray_tasks
+from dsv32_fuzz.campaigns.local import FuzzPlan
+from dsv32_fuzz.campaigns.ray_tasks import fuzz_on_ray
+from dsv32_fuzz.campaigns.result import read_result
+from dsv32_fuzz.campaigns.shards import write_inputs
 from dsv32_fuzz.events import Event, RunFinished
-from dsv32_fuzz.shards import write_inputs
 
 # A shard that runs ten cases a second until its time is up; it tells in a folder which process watches it.
 SHARD = """
 import os, sys, time
 from pathlib import Path
 from dsv32_fuzz.case import InputCase
-from dsv32_fuzz.journal import Journal, RoundsDone, SessionBegan, SessionEnded
+from dsv32_fuzz.campaigns.journal import Journal, RoundsDone, SessionBegan, SessionEnded
 from dsv32_fuzz.verdict import Status, Verdict
 
 told, folder, shard, until = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[5])
@@ -48,7 +48,7 @@ with Journal(folder / f"shard-{shard:04d}") as journal:
 
 @pytest.mark.nightly
 def test_a_lost_worker_costs_its_task_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(campaign_ray, "SHORTEST_TASK", 5.0)
+    monkeypatch.setattr(ray_tasks, "SHORTEST_TASK", 5.0)
     (tmp_path / "shard.py").write_text(SHARD)
     told = tmp_path / "told"
     told.mkdir()

@@ -13,10 +13,8 @@ import pytest
 from campaign_world import LONG, SPEC, Numbers, forked, kill_when, number_case, plan_for, run_numbers, use_numbers
 from hypothesis import strategies as st
 
-from dsv32_fuzz.campaign_result import read_result
-from dsv32_fuzz.case import AnyCase
-from dsv32_fuzz.causes import case_digest
-from dsv32_fuzz.journal import (
+from dsv32_fuzz.campaigns.causes import case_digest
+from dsv32_fuzz.campaigns.journal import (
     CRASHES,
     JOURNAL,
     CaseFinished,
@@ -30,8 +28,10 @@ from dsv32_fuzz.journal import (
     document_of,
     read_records,
 )
-from dsv32_fuzz.recorded import Recorded
-from dsv32_fuzz.shards import ATTEMPTS, CorpusCase, round_seed, run_shard, shard_folder, write_inputs
+from dsv32_fuzz.campaigns.recorded import Recorded
+from dsv32_fuzz.campaigns.result import read_result
+from dsv32_fuzz.campaigns.shards import ATTEMPTS, CorpusCase, round_seed, run_shard, shard_folder, write_inputs
+from dsv32_fuzz.case import AnyCase
 from dsv32_fuzz.verdict import Status
 
 
@@ -165,8 +165,14 @@ def test_what_was_not_shrunk_in_time_is_told(tmp_path: Path, monkeypatch: pytest
 
 
 def test_too_few_examples_are_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_numbers(monkeypatch, Numbers("even"), Numbers("odd"))
-    run_numbers(tmp_path, 0.3, spec=msgspec.structs.replace(SPEC, min_examples=100_000))
+    def stop_soon(_number: int) -> str:
+        if all(len(searched.ran) >= 10 for searched in both):
+            Recorded.stop()
+        return ""
+
+    both = [Numbers("even", stop_soon, enough=10**6), Numbers("odd", stop_soon, enough=10**6)]
+    use_numbers(monkeypatch, *both)
+    run_numbers(tmp_path, spec=msgspec.structs.replace(SPEC, min_examples=100_000))
     result = read_result([tmp_path])
     assert result.status is Status.MISTRUSTED
     assert {line.status for line in result.lines} == {Status.MISTRUSTED}

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from campaign_world import number_case
 
-from dsv32_fuzz.campaign_result import CampaignResult, CheckLine, CorpusRun, Failure
+from dsv32_fuzz.campaigns.causes import case_digest, cause_of, purpose
+from dsv32_fuzz.campaigns.corpus import HISTORY, Corpus, LastTime, case_files
+from dsv32_fuzz.campaigns.journal import document_of
+from dsv32_fuzz.campaigns.ledger import Entry, Ledger, cause_key
+from dsv32_fuzz.campaigns.result import CampaignResult, CheckLine, CorpusRun, Failure
+from dsv32_fuzz.campaigns.standing import assess
 from dsv32_fuzz.case import load_case, save_case
-from dsv32_fuzz.causes import case_digest, cause_of, purpose
-from dsv32_fuzz.corpus import HISTORY, Corpus, LastTime, case_files
-from dsv32_fuzz.journal import document_of
-from dsv32_fuzz.ledger import Entry, Ledger, cause_key
-from dsv32_fuzz.standing import assess
 from dsv32_fuzz.verdict import Status, Verdict
 
 SUMMARY = "number 1002 is too large"

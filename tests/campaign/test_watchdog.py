@@ -10,22 +10,22 @@ from pathlib import Path
 import pytest
 from campaign_world import SPEC
 
-from dsv32_fuzz import watchdog
-from dsv32_fuzz.campaign_fuzz import FuzzPlan, fuzz
-from dsv32_fuzz.campaign_result import CRASHED, read_result
+from dsv32_fuzz.campaigns import watchdog
+from dsv32_fuzz.campaigns.journal import JOURNAL, LOG, Crash, case_in
+from dsv32_fuzz.campaigns.local import FuzzPlan, fuzz
+from dsv32_fuzz.campaigns.result import CRASHED, read_result
+from dsv32_fuzz.campaigns.shards import ShardPlan, shard_folder, write_inputs
+from dsv32_fuzz.campaigns.watchdog import Watched
 from dsv32_fuzz.events import CounterexampleFound, RunFinished
-from dsv32_fuzz.journal import JOURNAL, LOG, Crash, case_in
-from dsv32_fuzz.shards import ShardPlan, shard_folder, write_inputs
 from dsv32_fuzz.verdict import Status
-from dsv32_fuzz.watchdog import Watched
 
 # A stand-in for a shard: it writes what a shard writes, imports little, and misbehaves as its first argument says.
 SHARD = """
 import faulthandler, os, sys, time
 from pathlib import Path
 from dsv32_fuzz.case import InputCase
-from dsv32_fuzz.causes import case_digest
-from dsv32_fuzz.journal import CRASHES, Crash, Journal, SessionBegan, SessionEnded, case_in, read_records
+from dsv32_fuzz.campaigns.causes import case_digest
+from dsv32_fuzz.campaigns.journal import CRASHES, Crash, Journal, SessionBegan, SessionEnded, case_in, read_records
 from dsv32_fuzz.verdict import Status, Verdict
 
 faulthandler.enable()
@@ -154,7 +154,7 @@ def test_a_shard_dies_with_the_process_that_watches_it(tmp_path: Path) -> None:
     if parent == 0:
         child = os.fork()
         if child == 0:
-            from dsv32_fuzz.processes import die_with_parent
+            from dsv32_fuzz.campaigns.processes import die_with_parent
 
             die_with_parent()
             (tmp_path / "child").write_text(str(os.getpid()))

@@ -16,9 +16,9 @@ from dsv32_fuzz.latency import counting
 from dsv32_fuzz.latency.budget import exceeded, shipped_budget
 from dsv32_fuzz.latency.cost import Costs, claim_rows, costs_of, key_of, predict, sweep
 from dsv32_fuzz.latency.seam import HollowKernels
-from dsv32_fuzz.skip_rate import skip_rate
 from dsv32_fuzz.traces.kineto import read_trace
 from dsv32_fuzz.workload import PR42982_WORKLOAD, Traffic, Workload, steps
+from dsv32_fuzz.workload.skip_rate import skip_rate
 from dsv32_reports.cli import app
 from dsv32_reports.skip_plot import skip_plot
 

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from dsv32_fast.batch import StepBatch
 from dsv32_fuzz.oracle import planner_lens, split_cap
-from dsv32_fuzz.skip_rate import (
+from dsv32_fuzz.workload import (
+    PR42982_WORKLOAD,
+    PURE_DECODE,
+    ScheduledStep,
+    Traffic,
+    Workload,
+    steps,
+)
+from dsv32_fuzz.workload.skip_rate import (
     CLAIMED_RATE,
     Key,
     SkipCount,
@@ -19,14 +27,6 @@ from dsv32_fuzz.skip_rate import (
     skip_rate,
     skip_table,
     sweep,
-)
-from dsv32_fuzz.workload import (
-    PR42982_WORKLOAD,
-    PURE_DECODE,
-    ScheduledStep,
-    Traffic,
-    Workload,
-    steps,
 )
 
 HEADS = 16

@@ -18,11 +18,11 @@ from dsv32_fast.metadata import metadata_key
 from dsv32_fast.options import KeyPolicy
 from dsv32_fuzz.latency.counting import NARROW
 from dsv32_fuzz.oracle import TOPK
-from dsv32_fuzz.skip_rate import CLAIMED_RATE, Key, outcomes
 from dsv32_fuzz.traces.compare import CLAIMED_AFTER_MS, CLAIMED_BEFORE_MS, CLAIMED_CASTS
 from dsv32_fuzz.traces.kineto import DEVICE, Trace
 from dsv32_fuzz.traces.steps import DEVICE_PATTERNS, matching
 from dsv32_fuzz.workload import PR42982_WORKLOAD, Traffic, Workload, steps
+from dsv32_fuzz.workload.skip_rate import CLAIMED_RATE, Key, outcomes
 
 MOE_LAYERS = sum(NARROW.kind(layer) == "moe" for layer in range(NARROW.n_layers))
 HEADS = 32

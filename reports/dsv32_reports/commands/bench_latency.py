@@ -18,9 +18,9 @@ from dsv32_fuzz.latency.cost import Costs, Prediction, claim_rows, costs_of, pre
 from dsv32_fuzz.latency.counting import Table, count_table, decode_schedule
 from dsv32_fuzz.latency.device import device_state
 from dsv32_fuzz.latency.selftest import selftest
-from dsv32_fuzz.skip_rate import BUDGETS
 from dsv32_fuzz.traces.kineto import read_trace
 from dsv32_fuzz.workload import PR42982_WORKLOAD, Workload
+from dsv32_fuzz.workload.skip_rate import BUDGETS
 from dsv32_reports.commands.common import Assignments, Json, OptionsName, command
 from dsv32_reports.skip_plot import USEFUL, skip_plot
 

@@ -12,15 +12,15 @@ import typer
 from rich.console import Console
 
 from dsv32_fast.options import PRESETS, Options, describe, resolve
-from dsv32_fuzz.campaign_fuzz import FUZZ_PROFILES, FuzzPlan, cases_to_run, fuzz, make_spec, prepare
-from dsv32_fuzz.campaign_result import CampaignResult, read_result
+from dsv32_fuzz.campaigns.corpus import Corpus
+from dsv32_fuzz.campaigns.ledger import Ledger, read_ledger
+from dsv32_fuzz.campaigns.local import FUZZ_PROFILES, FuzzPlan, cases_to_run, fuzz, make_spec, prepare
+from dsv32_fuzz.campaigns.result import CampaignResult, read_result
+from dsv32_fuzz.campaigns.shards import open_target
+from dsv32_fuzz.campaigns.shared_examples import check_place
+from dsv32_fuzz.campaigns.standing import assess
 from dsv32_fuzz.case import write_atomically
-from dsv32_fuzz.corpus import Corpus
 from dsv32_fuzz.events import Event, RunFinished
-from dsv32_fuzz.ledger import Ledger, read_ledger
-from dsv32_fuzz.shards import open_target
-from dsv32_fuzz.shared_examples import check_place
-from dsv32_fuzz.standing import assess
 from dsv32_reports.campaign_text import ProgressLines, result_lines
 from dsv32_reports.commands.common import EXIT_OF_STATUS, Assignments, Json, command
 from dsv32_reports.interrupt import interrupts
@@ -111,7 +111,7 @@ def fuzz_command(
 def _events(plan: FuzzPlan, ray: str | None) -> Generator[Event, None, None]:
     if ray is None:
         return fuzz(plan)
-    from dsv32_fuzz.campaign_ray import fuzz_on_ray  # an extra
+    from dsv32_fuzz.campaigns.ray_tasks import fuzz_on_ray  # an extra
 
     return fuzz_on_ray(plan, ray)
 

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from dsv32_fuzz.campaign_result import read_result
-from dsv32_fuzz.corpus import Corpus
-from dsv32_fuzz.ledger import read_ledger
+from dsv32_fuzz.campaigns.corpus import Corpus
+from dsv32_fuzz.campaigns.ledger import read_ledger
+from dsv32_fuzz.campaigns.result import read_result
 from dsv32_reports.commands.common import EXIT_OF_STATUS, Json, command
 from dsv32_reports.commands.fuzz import CorpusFolder, LedgerFile, show, write_result
 

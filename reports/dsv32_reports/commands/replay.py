@@ -9,8 +9,8 @@ import msgspec
 import typer
 
 from dsv32_fast.options import PRESETS, resolve
+from dsv32_fuzz.campaigns.corpus import case_files
 from dsv32_fuzz.case import load_case
-from dsv32_fuzz.corpus import case_files
 from dsv32_fuzz.replay import replay_case
 from dsv32_fuzz.targets.registry import open_target
 from dsv32_fuzz.verdict import Status, Verdict, worst

@@ -29,8 +29,8 @@ from typing import Literal
 import msgspec
 
 from dsv32_fast.options import Options
+from dsv32_fuzz.campaigns.causes import case_digest, cause_of
 from dsv32_fuzz.case import AnyCase, load_case
-from dsv32_fuzz.causes import case_digest, cause_of
 from dsv32_fuzz.verdict import Status, Verdict
 
 if sys.version_info >= (3, 11):

@@ -5,8 +5,8 @@ property p on shard k is seeded with a hash of (campaign seed, p, k, r). So no s
 more shards can be added later, and the union of what they ran is what one would have run. Two shards may still draw the
 same small case; cases are told apart by a digest of what they run, and a merge counts each once.
 
-A shard is one process with one thread. It is started, watched and restarted by `dsv32_fuzz.watchdog`; what it did is
-in its journal (`dsv32_fuzz.journal`), from which it also resumes.
+A shard is one process with one thread. It is started, watched and restarted by `campaigns.watchdog`; what it did is
+in its journal (`campaigns.journal`), from which it also resumes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,8 @@ from typing import Any, Literal
 import msgspec
 
 from dsv32_fast.options import Options
-from dsv32_fuzz.case import AnyCase, decode_case, write_atomically
-from dsv32_fuzz.causes import case_digest
-from dsv32_fuzz.checks import told
-from dsv32_fuzz.events import CounterexampleFound, Event
-from dsv32_fuzz.explore import SHRINK_SECONDS, Search
-from dsv32_fuzz.journal import (
+from dsv32_fuzz.campaigns.causes import case_digest
+from dsv32_fuzz.campaigns.journal import (
     CRASHES,
     AnyRecord,
     CaseFinished,
@@ -47,10 +43,14 @@ from dsv32_fuzz.journal import (
     document_of,
     read_records,
 )
-from dsv32_fuzz.processes import die_with_parent, limit_threads
-from dsv32_fuzz.recorded import Recorded, StopRequested, selected
+from dsv32_fuzz.campaigns.processes import die_with_parent, limit_threads
+from dsv32_fuzz.campaigns.recorded import Recorded, StopRequested, selected
+from dsv32_fuzz.campaigns.shared_examples import open_examples
+from dsv32_fuzz.case import AnyCase, decode_case, write_atomically
+from dsv32_fuzz.checks import told
+from dsv32_fuzz.events import CounterexampleFound, Event
+from dsv32_fuzz.explore import SHRINK_SECONDS, Search
 from dsv32_fuzz.replay import replay_on
-from dsv32_fuzz.shared_examples import open_examples
 from dsv32_fuzz.targets import Target, registry
 from dsv32_fuzz.targets.intree import InTreeTarget
 
@@ -337,7 +337,7 @@ def run_shard(plan: ShardPlan) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of a shard's process: `python -m dsv32_fuzz.shards FOLDER SHARD OF UNTIL`."""
+    """Entry point of a shard's process: `python -m dsv32_fuzz.campaigns.shards FOLDER SHARD OF UNTIL`."""
     parser = argparse.ArgumentParser(description="One shard of a campaign; `dsv32 fuzz` starts and watches it.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("shard", type=int)

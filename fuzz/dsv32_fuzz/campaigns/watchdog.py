@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dsv32_fuzz.journal import (
+from dsv32_fuzz.campaigns.journal import (
     CRASHES,
     JOURNAL,
     LOG,
@@ -28,10 +28,10 @@ from dsv32_fuzz.journal import (
     read_records,
     read_running,
 )
-from dsv32_fuzz.processes import THREAD_VARIABLES
-from dsv32_fuzz.shards import ShardPlan
+from dsv32_fuzz.campaigns.processes import THREAD_VARIABLES
+from dsv32_fuzz.campaigns.shards import ShardPlan
 
-SHARD_COMMAND = (sys.executable, "-m", "dsv32_fuzz.shards")
+SHARD_COMMAND = (sys.executable, "-m", "dsv32_fuzz.campaigns.shards")
 START_SECONDS = 180.0
 """From the start of the process to its first case: libraries are imported and targets opened."""
 MAX_CRASHES = 10

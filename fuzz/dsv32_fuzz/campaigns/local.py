@@ -14,11 +14,9 @@ from types import MappingProxyType
 
 import msgspec
 
-from dsv32_fuzz.case import decode_case
-from dsv32_fuzz.causes import case_digest
-from dsv32_fuzz.corpus import Corpus
-from dsv32_fuzz.events import CounterexampleFound, Event, PhaseStarted, Progress, RunFinished
-from dsv32_fuzz.journal import (
+from dsv32_fuzz.campaigns.causes import case_digest
+from dsv32_fuzz.campaigns.corpus import Corpus
+from dsv32_fuzz.campaigns.journal import (
     JOURNAL,
     CounterexampleShrunk,
     Crash,
@@ -26,11 +24,13 @@ from dsv32_fuzz.journal import (
     document_of,
     read_records,
 )
-from dsv32_fuzz.ledger import Ledger, quarantine, witnesses
-from dsv32_fuzz.recorded import choose
-from dsv32_fuzz.shards import SPEC, CampaignSpec, CorpusCase, ShardPlan, read_spec, shard_folder, write_inputs
+from dsv32_fuzz.campaigns.ledger import Ledger, quarantine, witnesses
+from dsv32_fuzz.campaigns.recorded import choose
+from dsv32_fuzz.campaigns.shards import SPEC, CampaignSpec, CorpusCase, ShardPlan, read_spec, shard_folder, write_inputs
+from dsv32_fuzz.campaigns.watchdog import SHARD_COMMAND, Watched
+from dsv32_fuzz.case import decode_case
+from dsv32_fuzz.events import CounterexampleFound, Event, PhaseStarted, Progress, RunFinished
 from dsv32_fuzz.targets import Target
-from dsv32_fuzz.watchdog import SHARD_COMMAND, Watched
 
 POLL_SECONDS = 0.25
 PROGRESS_SECONDS = 1.0

@@ -16,12 +16,12 @@ from typing import Literal
 import msgspec
 
 from dsv32_fast.options import Options, describe
+from dsv32_fuzz.campaigns.causes import case_digest, purpose
+from dsv32_fuzz.campaigns.journal import document_of
+from dsv32_fuzz.campaigns.shards import CorpusCase
 from dsv32_fuzz.case import AnyCase, InputCase, load_case, save_case, write_atomically
-from dsv32_fuzz.causes import case_digest, purpose
 from dsv32_fuzz.checks.catalogue import INPUT_CHECKS_BY_NAME
-from dsv32_fuzz.journal import document_of
 from dsv32_fuzz.properties import property_of
-from dsv32_fuzz.shards import CorpusCase
 from dsv32_fuzz.targets import Target
 
 HISTORY = "history.json"

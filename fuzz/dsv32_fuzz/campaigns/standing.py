@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 
-from dsv32_fuzz.campaign_result import CampaignResult, Failure
-from dsv32_fuzz.corpus import Corpus, LastTime, subject, today
-from dsv32_fuzz.journal import case_in
-from dsv32_fuzz.ledger import Judged, Ledger, cause_key, judge_ledger
+from dsv32_fuzz.campaigns.corpus import Corpus, LastTime, subject, today
+from dsv32_fuzz.campaigns.journal import case_in
+from dsv32_fuzz.campaigns.ledger import Judged, Ledger, cause_key, judge_ledger
+from dsv32_fuzz.campaigns.result import CampaignResult, Failure
 from dsv32_fuzz.verdict import Status
 
 

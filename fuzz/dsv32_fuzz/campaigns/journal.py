@@ -20,8 +20,8 @@ from types import TracebackType
 
 import msgspec
 
+from dsv32_fuzz.campaigns.causes import case_digest
 from dsv32_fuzz.case import AnyCase, decode_case
-from dsv32_fuzz.causes import case_digest
 from dsv32_fuzz.verdict import Status, Verdict
 
 JOURNAL, RUNNING, CRASHES, LOG = "journal.jsonl", "running.json", "crashes.jsonl", "log.txt"

@@ -15,8 +15,8 @@ from typing import Literal
 import msgspec
 
 from dsv32_fast.options import Options
-from dsv32_fuzz.causes import case_digest
-from dsv32_fuzz.journal import (
+from dsv32_fuzz.campaigns.causes import case_digest
+from dsv32_fuzz.campaigns.journal import (
     CRASHES,
     JOURNAL,
     NO_CASE,
@@ -33,8 +33,8 @@ from dsv32_fuzz.journal import (
     document_of,
     read_records,
 )
-from dsv32_fuzz.ledger import cause_key
-from dsv32_fuzz.shards import CampaignSpec, adopted, read_spec
+from dsv32_fuzz.campaigns.ledger import cause_key
+from dsv32_fuzz.campaigns.shards import CampaignSpec, adopted, read_spec
 from dsv32_fuzz.verdict import Status, Verdict, worst
 
 Standing = Literal["new", "known", "listed"]

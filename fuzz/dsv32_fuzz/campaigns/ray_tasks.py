@@ -19,12 +19,12 @@ from typing import Any
 
 import ray
 
-from dsv32_fuzz.campaign_fuzz import POLL_SECONDS, FuzzPlan
+from dsv32_fuzz.campaigns.journal import CRASHES, JOURNAL, LOG, CounterexampleShrunk, case_in, read_records
+from dsv32_fuzz.campaigns.local import POLL_SECONDS, FuzzPlan
+from dsv32_fuzz.campaigns.shards import CORPUS, SPEC, CampaignSpec, ShardPlan, read_spec, shard_folder
+from dsv32_fuzz.campaigns.watchdog import SHARD_COMMAND, Watched
 from dsv32_fuzz.case import write_atomically
 from dsv32_fuzz.events import CounterexampleFound, Event, PhaseStarted, Progress, RunFinished
-from dsv32_fuzz.journal import CRASHES, JOURNAL, LOG, CounterexampleShrunk, case_in, read_records
-from dsv32_fuzz.shards import CORPUS, SPEC, CampaignSpec, ShardPlan, read_spec, shard_folder
-from dsv32_fuzz.watchdog import SHARD_COMMAND, Watched
 
 TASKS_PER_WORKER = 4
 """A worker runs so many shards one after the other: few enough to be worth their start, many enough to lose little."""

@@ -1,0 +1,1 @@
+"""Fuzz campaigns: shards and their watchdog, journals, the corpus from night to night, the ledger, and the result."""
