@@ -28,6 +28,9 @@ def test_only_requirements_of_the_release_are_ever_installed(tmp_path: Path) -> 
     assert distribution_of("cpuinfo", required) == "py-cpuinfo"
     assert distribution_of("partial_json_parser.core", required) == "partial-json-parser"
     assert distribution_of("zmq", required) == "pyzmq"  # on the short list
+    assert distribution_of("uvloop", {"fastapi"}) == "uvloop"  # a part of fastapi[standard]
+    with pytest.raises(ValueError, match="the release imports uvloop"):
+        distribution_of("uvloop", required)
     with pytest.raises(ValueError, match="the release imports evil, which is no requirement of it"):
         distribution_of("evil", required)
 

@@ -36,6 +36,8 @@ DISTRIBUTIONS = {
     "google": "protobuf",
 }
 """Modules whose distribution has another name."""
+BROUGHT_BY = {"uvloop": "fastapi"}
+"""Distributions that a release imports as a part of one of its requirements (here `fastapi[standard]`)."""
 MAX_MISSING = 60
 _SPEC = re.compile(r"vllm==([0-9][0-9A-Za-z.]*)")
 
@@ -145,7 +147,7 @@ def distribution_of(module: str, required: set[str]) -> str:
     """
     top = module.partition(".")[0]
     name = DISTRIBUTIONS.get(top, _normal(top))
-    if name in required or name in FIRST:
+    if name in required or name in FIRST or BROUGHT_BY.get(name) in required:
         return name
     raise ValueError(f"the release imports {module}, which is no requirement of it; install it into env by hand")
 
