@@ -20,13 +20,14 @@ from dsv32_ref.bounds.arith import (
     round_to,
 )
 from dsv32_ref.bounds.attention import SoftmaxForm, attend, attend_like, scores
-from dsv32_ref.bounds.budget import Budget, budget_used, judge
+from dsv32_ref.bounds.budget import EDGES, Budget, binned, budget_used, judge
 from dsv32_ref.bounds.margins import Certificate, certify_router, certify_topk
 
 __all__ = [
     "BF16",
     "E4M3FN",
     "E4M3FNUZ",
+    "EDGES",
     "FP16",
     "FP32",
     "Approx",
@@ -38,6 +39,7 @@ __all__ = [
     "approx",
     "attend",
     "attend_like",
+    "binned",
     "budget_used",
     "certify_router",
     "certify_topk",

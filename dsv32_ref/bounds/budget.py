@@ -15,6 +15,9 @@ from torch import Tensor
 
 from dsv32_ref.bounds.arith import Approx
 
+EDGES = (*(2.0**-power for power in range(10, 0, -1)), 1.0)
+"""Upper edges, inclusive, of the bins of `Budget.histogram`; behind them is a bin for what is above 1."""
+
 
 def budget_used(error: Tensor, bound: Tensor) -> Tensor:
     """|error| / bound element by element in float64, inf for NaN on either side and for an infinite bound.
@@ -33,7 +36,7 @@ def budget_used(error: Tensor, bound: Tensor) -> Tensor:
 @dataclass(frozen=True, kw_only=True)
 class Budget:
     """Outcome of one comparison. `first`: index of the first violation, None if none; error and bound are those
-    there, else at the worst.
+    there, else at the worst. histogram: elements by budget used, in the bins of `EDGES`.
     """
 
     elements: int
@@ -44,6 +47,7 @@ class Budget:
     first: tuple[int, ...] | None
     error: float
     bound: float
+    histogram: tuple[int, ...] = (0,) * (len(EDGES) + 1)
 
     @property
     def passed(self) -> bool:
@@ -90,4 +94,11 @@ def _summary(error: Tensor, bound: Tensor, used: Tensor) -> Budget:
         first=index if bool(over.any()) else None,
         error=float(error.flatten()[position]),
         bound=float(bound.flatten()[position]),
+        histogram=binned(flat, EDGES),
     )
+
+
+def binned(values: Tensor, edges: tuple[float, ...]) -> tuple[int, ...]:
+    """How many of some numbers (NaN not among them) lie up to each edge, and above the last."""
+    places = torch.bucketize(values.flatten(), torch.tensor(edges, dtype=values.dtype))
+    return tuple(torch.bincount(places, minlength=len(edges) + 1).tolist())

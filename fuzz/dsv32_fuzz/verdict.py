@@ -17,6 +17,9 @@ class Status(str, enum.Enum):
     SKIPPED = "SKIPPED"
 
 
+MARGIN_EDGES = tuple(2.0**power for power in range(-5, 9))
+"""Upper edges of a router margin as a multiple of the error bound of its scores; only a flip up to 1 is legal."""
+
 _SEVERITY = (Status.SKIPPED, Status.PASSED, Status.MISTRUSTED, Status.FAILED)
 
 
@@ -34,5 +37,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """One line that a person understands without the source; for FAILED, the first violation."""
     measured: dict[str, float | int | str] = {}
     """Numbers, by name; merged, integers are counts and add up, floats are worst values."""
+    histograms: dict[str, list[int]] = {}
+    """Counts per bin, by name; merged, they add up. `budget used: STAGE` has the bins of `dsv32_ref.bounds.EDGES`,
+    `router margin: same choice` and `router margin: flipped` those of `MARGIN_EDGES`."""
     step: int = -1
     """Step of the first violation in the case that failed, -1 if there is none."""

@@ -147,7 +147,13 @@ def _check_line(check: type[InputCheck[Any]], verdict: Verdict | None) -> ScopeL
     scope = check.name.replace("_", " ")
     if verdict is None:
         return ScopeLine(scope=scope, status=Status.MISTRUSTED, summary=f"{check.name} did not run", measured={})
-    return ScopeLine(scope=scope, status=verdict.status, summary=verdict.summary, measured=verdict.measured)
+    return ScopeLine(
+        scope=scope,
+        status=verdict.status,
+        summary=verdict.summary,
+        measured=verdict.measured,
+        histograms=verdict.histograms,
+    )
 
 
 def _gate(name: str, reached: Sequence[VerdictReached], policy: Policy) -> Gate:
@@ -159,6 +165,7 @@ def _gate(name: str, reached: Sequence[VerdictReached], policy: Policy) -> Gate:
             status=event.verdict.status,
             summary=event.verdict.summary,
             measured=event.verdict.measured,
+            histograms=event.verdict.histograms,
             in_scope=event.scope not in outside,
         )
         for event in reached

@@ -32,6 +32,8 @@ class ScopeLine(msgspec.Struct, frozen=True, kw_only=True):
     status: Status
     summary: str
     measured: dict[str, float | int | str]
+    histograms: dict[str, list[int]] = {}
+    """Counts per bin, by name; see `Verdict.histograms`."""
     in_scope: bool = True
     """False for traffic that the policy leaves out: it is shown and decides nothing."""
 

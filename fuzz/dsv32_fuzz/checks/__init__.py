@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -192,4 +192,24 @@ def merge(verdicts: Iterable[Verdict]) -> Verdict:
             else:
                 measured[name] = value + (known if isinstance(known, int) else 0)
     first = by_status[status]
-    return Verdict(check=first.check, status=status, summary=first.summary, measured=measured, step=first.step)
+    return Verdict(
+        check=first.check,
+        status=status,
+        summary=first.summary,
+        measured=measured,
+        histograms=add_histograms([verdict.histograms for verdict in verdicts]),
+        step=first.step,
+    )
+
+
+def add_histograms(parts: Iterable[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
+    """Histograms of the same name added bin by bin.
+
+    Raises:
+        ValueError: two of one name have not the same bins.
+    """
+    total: dict[str, list[int]] = {}
+    for part in parts:
+        for name, counts in part.items():
+            total[name] = [a + b for a, b in zip(total.get(name, [0] * len(counts)), counts, strict=True)]
+    return total

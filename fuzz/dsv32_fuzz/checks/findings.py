@@ -20,6 +20,7 @@ class Findings:
     counts: Counter[str] = field(default_factory=Counter)
     worst_budget_used: float = 0.0
     violation: str = ""
+    histograms: dict[str, list[int]] = field(default_factory=dict)
 
     def require(self, counted: str, holds: bool, text: str, *, times: int = 1) -> bool:
         """Count `times` comparisons under the name `counted`; where it does not hold, `text` is the violation."""

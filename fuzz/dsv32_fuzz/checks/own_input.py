@@ -44,8 +44,15 @@ class InputCheck(ABC, Generic[Input]):
         """Why this check cannot look at `target`, empty if it can: it is SKIPPED then, with this reason."""
         return "" if target.kernels is not None else f"the target {target.name} offers no kernels, only its plans"
 
-    def verdict(self, violation: str, measured: dict[str, float | int | str], *, untested: str = "") -> Verdict:
+    def verdict(
+        self,
+        violation: str,
+        measured: dict[str, float | int | str],
+        *,
+        untested: str = "",
+        histograms: dict[str, list[int]] | None = None,
+    ) -> Verdict:
         """FAILED with `violation` if there is one, else MISTRUSTED with `untested` if there is one, else PASSED."""
         status = Status.FAILED if violation else Status.MISTRUSTED if untested else Status.PASSED
         summary = violation or untested or self.meaning
-        return Verdict(check=self.name, status=status, summary=summary, measured=measured)
+        return Verdict(check=self.name, status=status, summary=summary, measured=measured, histograms=histograms or {})

@@ -24,6 +24,7 @@ from dsv32_fast.kernels.emulated.device import MI355X, emulated_device
 from dsv32_fast.options import Options
 from dsv32_fuzz.checks.findings import Findings, device_of, same_bits
 from dsv32_fuzz.checks.own_input import InputCheck
+from dsv32_fuzz.router_study.study import margins
 from dsv32_fuzz.strategies.router import (
     NAN_KINDS,
     PROBE_BIASES,
@@ -35,10 +36,10 @@ from dsv32_fuzz.strategies.router import (
 )
 from dsv32_fuzz.strategies.steps import integers, sampled_from
 from dsv32_fuzz.targets import Target
-from dsv32_fuzz.verdict import Verdict
+from dsv32_fuzz.verdict import MARGIN_EDGES, Verdict
 from dsv32_ref import router as reference
 from dsv32_ref import weights as reference_weights
-from dsv32_ref.bounds import BF16, Approx, Arithmetic, certify_router, exact, round_to
+from dsv32_ref.bounds import BF16, Approx, Arithmetic, binned, certify_router, exact, round_to
 from dsv32_ref.bounds import router as bounds
 from dsv32_ref.bounds.elementary import add
 from dsv32_ref.config import Config
@@ -264,7 +265,7 @@ class RouterPrecision(InputCheck[GateInput]):
         if well_formed(found, ids_TK, weights_TK, config):
             logits = bounds.logits(exact(x_TM), exact(weight_EM), ARITH)
             self._compare(found, options, (logits_TE.cpu(), ids_TK.cpu()), (logits, bias_E), config)
-        return self.verdict(found.violation, found.measured())
+        return self.verdict(found.violation, found.measured(), histograms=found.histograms)
 
     def _gate(self, config: Config, whole: Weights, numbers: tuple[Tensor, Tensor], options: Options) -> packing.Gate:
         layer = whole.layers[0]
@@ -316,6 +317,10 @@ class RouterPrecision(InputCheck[GateInput]):
             "gate_idx against the ideal router",
             certify_router(scores.value, scores.err, ideal_TK, ids_TK.long(), groups=groups, kept=kept, arith=ARITH),
         )
+        margin_T = margins(logits.value, bias_E.double(), config) / scores.err.amax(-1)
+        flipped_T = (ids_TK.long().sort(-1).values != ideal_TK.sort(-1).values).any(-1)
+        for name, rows_T in (("same choice", ~flipped_T), ("flipped", flipped_T)):
+            found.histograms[f"router margin: {name}"] = list(binned(margin_T[rows_T], MARGIN_EDGES))
         load_E, ideal_E = (
             torch.bincount(ids.flatten(), minlength=config.n_routed_experts) for ids in (ids_TK, ideal_TK)
         )

@@ -24,6 +24,7 @@ from dsv32_ref.indexer import select_topk
 
 TOPK = MIXED.index_topk
 Counts = dict[str, float | int | str]
+Histograms = dict[str, list[int]]
 
 
 class StageInput(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,8 +72,9 @@ class StageNumerics(InputCheck[StageInput]):
         rec = recording(path, steps)
         rows = _row_names(drawn)
         measured: Counts = {"rows": len(rows), "stages": 0, "elements": 0, "worst_budget_used": 0.0}
-        violation = _choices(rec) or _stages(rec, rows, measured)
-        return self.verdict(violation, measured)
+        histograms: Histograms = {}
+        violation = _choices(rec) or _stages(rec, rows, measured, histograms)
+        return self.verdict(violation, measured, histograms=histograms)
 
 
 def _tokens(vocabulary: int, count: int, generator: torch.Generator) -> list[int]:
@@ -89,14 +91,24 @@ def _row_names(drawn: StageInput) -> list[str]:
 
 
 def _stages(
-    rec: Recording, rows: list[str], measured: Counts, seen: Callable[[str, Tensor], Tensor | None] = lambda _s, v: v
+    rec: Recording,
+    rows: list[str],
+    measured: Counts,
+    histograms: Histograms,
+    seen: Callable[[str, Tensor], Tensor | None] = lambda _s, v: v,
 ) -> str:
-    """The first stage beyond its bound, in words, in the order of computation; `seen` gives the value to judge."""
+    """The first stage beyond its bound, in words, in the order of computation; `seen` gives the value to judge.
+
+    Counts go to `measured`, and the budget used by the elements of each stage, over its layers, to `histograms`.
+    """
     for stage, own, bound in values(rec):
         computed = seen(stage, own)
         if computed is None:
             continue
         budget = judge(computed, bound)
+        name = f"budget used: {stage.partition(' ')[0]}"
+        known = histograms.get(name, [0] * len(budget.histogram))
+        histograms[name] = [a + b for a, b in zip(known, budget.histogram, strict=True)]
         measured["stages"] = int(measured["stages"]) + 1
         measured["elements"] = int(measured["elements"]) + budget.elements
         measured["worst_budget_used"] = max(float(measured["worst_budget_used"]), budget.worst)
@@ -159,8 +171,10 @@ class SameTokens(InputCheck[Pieces]):
 
         names = [f"request {request}, position {position}" for request, position in first.places]
         measured: Counts = {"rows": len(order), "stages": 0, "elements": 0, "worst_budget_used": 0.0}
-        violation = _choices(rec) or _choices(own) or _stages(rec, names, measured, seen)
-        return self.verdict(violation, measured, untested="" if drawn.one != drawn.other else "both runs are the same")
+        histograms: Histograms = {}
+        violation = _choices(rec) or _choices(own) or _stages(rec, names, measured, histograms, seen)
+        untested = "" if drawn.one != drawn.other else "both runs are the same"
+        return self.verdict(violation, measured, untested=untested, histograms=histograms)
 
 
 class _Run:
