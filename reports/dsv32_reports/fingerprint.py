@@ -1,5 +1,4 @@
-"""What the evidence was made with: releases and commits of the software, the processor, and switches in the environment.
-"""
+"""What the evidence was made with: releases and commits of software, the processor, switches in the environment."""
 
 from __future__ import annotations
 
@@ -24,10 +23,13 @@ def fingerprint() -> dict[str, str]:
     `amd-aiter known` says whether the suite was written for that release; `yes` where none is installed.
     """
     found = {name: _version(name) for name in _PACKAGES}
-    aiter, vllm = find_aiter(), find_vllm()
-    unknown = aiter.kind == "aiter" and not is_recorded(aiter.release or "")
-    found |= {"amd-aiter commit": aiter.commit or NOT_RECORDED, "amd-aiter known": "no" if unknown else "yes"}
-    found |= {"vllm commit": vllm.commit or NOT_RECORDED, "torch commit": torch.version.git_version or NOT_RECORDED}
+    amd = find_aiter()
+    unknown = amd.kind == "aiter" and not is_recorded(amd.release or "")
+    found |= {"amd-aiter commit": amd.commit or NOT_RECORDED, "amd-aiter known": "no" if unknown else "yes"}
+    found |= {
+        "vllm commit": find_vllm().commit or NOT_RECORDED,
+        "torch commit": torch.version.git_version or NOT_RECORDED,
+    }
     found["python"] = platform.python_version()
     found["machine"] = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
     found |= {"hip": torch.version.hip or "none", "rocm": rocm_release()}

@@ -16,10 +16,7 @@ from dsv32_fast.doctor import rocm_release
 from dsv32_fast.kernels.installed import Installation, commit_of
 from dsv32_fast.kernels.signatures import COMMIT, is_recorded
 
-DRIVEN = frozenset(
-    "0.21.0 0.22.0 0.22.1 0.23.0 0.24.0 0.25.0 0.25.1 0.26.0 0.27.0 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0 "
-    "0.33.0".split()
-)
+DRIVEN = (*(f"0.{minor}.0" for minor in range(21, 34)), "0.22.1", "0.25.1", "0.27.1")
 """vLLM releases whose every check and probe was looked at (docs/targets.md). Nothing else depends on this list."""
 
 
