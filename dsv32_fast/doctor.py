@@ -6,13 +6,17 @@ Packages are looked up by their metadata and files; the GPU is asked through tor
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from dsv32_fast.kernels.installed import Difference, Installation, differences, find_aiter, version
+from dsv32_fast.kernels.installed import Difference, Installation, differences, find_aiter, find_vllm
+from dsv32_fast.kernels.signatures import is_recorded
 
 ADMITTED_ARCHITECTURES = ("gfx950",)
 """Where the checks know what the kernels should do; gfx942 differs in fp8 flavour and kernels."""
+
+ROCM_VERSION_FILE = Path("/opt/rocm/.info/version")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +44,21 @@ class Diagnosis:
     """Everything that `examine` found."""
 
     torch: str
+    torch_commit: str | None
     hip: str | None
     """HIP version that torch was built for; None for another build."""
+    rocm: str
+    """Release of ROCm on this machine, `none` without it."""
     gpu: Gpu | None
     aiter: Installation
     aiter_differences: tuple[Difference, ...]
     """Disagreements of the installed AITER with the signatures that the suite was written for."""
-    vllm: str | None
+    vllm: Installation
+
+    @property
+    def aiter_recorded(self) -> bool:
+        """Whether the suite was written for the installed AITER, or none is installed."""
+        return self.aiter.kind != "aiter" or is_recorded(self.aiter.release or "")
 
     @property
     def capabilities(self) -> tuple[Capability, ...]:
@@ -57,8 +69,8 @@ class Diagnosis:
             Capability(name="AITER kernels", available=not problem, reason=problem or f"AITER {self.aiter.release}"),
             Capability(
                 name="installed vLLM",
-                available=self.vllm is not None,
-                reason="not installed; install vllm" if self.vllm is None else f"version {self.vllm}",
+                available=self.vllm.kind == "vllm",
+                reason="not installed; install vllm" if self.vllm.kind == "absent" else f"version {self.vllm.release}",
             ),
         )
 
@@ -86,12 +98,22 @@ def examine() -> Diagnosis:
     found = find_aiter()
     return Diagnosis(
         torch=torch.__version__,
+        torch_commit=torch.version.git_version,
         hip=torch.version.hip,
+        rocm=rocm_release(),
         gpu=_gpu(),
         aiter=found,
         aiter_differences=differences(found.root) if found.kind == "aiter" and found.root is not None else (),
-        vllm=version("vllm"),
+        vllm=find_vllm(),
     )
+
+
+def rocm_release() -> str:
+    """Release of ROCm on this machine, from the file that its packages install; `none` without it."""
+    try:
+        return ROCM_VERSION_FILE.read_text(encoding="utf-8").strip()
+    except OSError:
+        return "none"
 
 
 def _gpu() -> Gpu | None:

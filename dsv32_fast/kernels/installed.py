@@ -1,7 +1,7 @@
 """An installed AITER, looked up and read without importing it, since importing it needs ROCm.
 
 `find_aiter` tells AITER from the unrelated package of the same name; `differences` parses its files and compares them
-with the signatures that the suite was written for.
+with the signatures that the suite was written for. `commit_of` tells from which commit a package was made.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
+import json
 import re
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +24,15 @@ Kind = Literal["function missing", "parameter missing", "parameter unknown", "pa
 
 @dataclass(frozen=True, kw_only=True)
 class Installation:
-    """What `import aiter` would find."""
+    """What `import aiter`, or `import vllm`, would find."""
 
-    kind: Literal["absent", "unrelated", "emulated", "aiter"]
+    kind: Literal["absent", "unrelated", "emulated", "aiter", "vllm"]
     root: Path | None = None
     """Folder of the package."""
     release: str | None = None
     """Version of the distribution, if there is one."""
+    commit: str | None = None
+    """From which it was made, where that is recorded."""
 
 
 def find_aiter() -> Installation:
@@ -44,9 +48,19 @@ def find_aiter() -> Installation:
     locations = [Path(place) for place in spec.submodule_search_locations or ()]
     for root in locations:
         if (root / "mla.py").is_file():
-            return Installation(kind="aiter", root=root, release=version("amd-aiter") or version("aiter"))
+            name = "amd-aiter" if version("amd-aiter") else "aiter"
+            return Installation(kind="aiter", root=root, release=version(name), commit=commit_of(name, root))
     root = locations[0] if locations else Path(spec.origin or ".").parent
     return Installation(kind="unrelated", root=root, release=version("aiter"))
+
+
+def find_vllm() -> Installation:
+    """Look vLLM up without importing it."""
+    spec = importlib.util.find_spec("vllm")
+    root = Path(spec.origin).parent if spec is not None and spec.origin else None
+    if root is None and version("vllm") is None:
+        return Installation(kind="absent")
+    return Installation(kind="vllm", root=root, release=version("vllm"), commit=commit_of("vllm", root))
 
 
 def signatures(root: Path) -> dict[str, tuple[Parameter, ...]]:
@@ -125,3 +139,46 @@ def version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def commit_of(distribution: str, root: Path | None) -> str | None:
+    """The commit that a package was made from, None where nothing says it.
+
+    Read from the git work tree that tracks the folder `root` ("-dirty" if it was edited), from the record of an install
+    from a repository (PEP 610), from the local part of the version ("+g1a2b3c4"), or from the `_version.py` that
+    setuptools-scm writes.
+    """
+    return (root and _git_commit(root)) or _recorded_commit(distribution) or (root and _written_commit(root)) or None
+
+
+def _git_commit(root: Path) -> str | None:
+    git = ["git", "-C", str(root)]
+    try:
+        # A package inside another project's tree is not tracked by it.
+        tracked = subprocess.run([*git, "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, check=False)
+        if tracked.returncode:
+            return None
+        told = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        return subprocess.run(told, capture_output=True, text=True, check=False).stdout.strip() or None
+    except OSError:
+        return None  # no git
+
+
+def _recorded_commit(distribution: str) -> str | None:
+    try:
+        found = importlib.metadata.distribution(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    try:
+        commit = json.loads(found.read_text("direct_url.json") or "{}").get("vcs_info", {}).get("commit_id")
+    except (ValueError, AttributeError):
+        commit = None
+    in_version = re.search(r"\+(?:.*\.)?g([0-9a-f]{7,40})\b", found.version)
+    return commit or (in_version[1] if in_version else None)
+
+
+def _written_commit(root: Path) -> str | None:
+    file = root / "_version.py"
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    match = re.search(r"""commit_id = ["']g?([0-9a-f]{7,40})["']""", text)
+    return match[1] if match else None

@@ -17,18 +17,25 @@ WRONG_AITER = (
     "The installed package `aiter` is an async library that has nothing to do with AMD; AMD's AITER is the package "
     "`amd-aiter`, which ROCm images bring along: uninstall `aiter` and use such an image."
 )
+UNKNOWN_AITER = (
+    "AITER {} is none of the releases that the suite was written for; what the emulation shows need not hold for it"
+)
 SHOWN_DIFFERENCES = 5
 
 
-def doctor_text(diagnosis: Diagnosis) -> str:
+def doctor_text(diagnosis: Diagnosis, target: dict[str, str] | None = None) -> str:
     """The diagnosis for a terminal: a table of what is installed, then one line for each thing that can or cannot run.
 
-    Ends without a line break.
+    `target` is what another target's own process runs (`signoff.versions_of`). Ends without a line break.
     """
-    rows = [("torch", _torch(diagnosis)), ("GPU", _gpu(diagnosis)), ("AITER", _aiter(diagnosis))]
-    rows.append(("vLLM", diagnosis.vllm or "not installed"))
+    rows = [("torch", _torch(diagnosis)), ("ROCm", diagnosis.rocm), ("GPU", _gpu(diagnosis))]
+    rows += [("AITER", _aiter(diagnosis)), ("vLLM", _vllm(diagnosis))]
     lines = [f"{name:<8}{text}" for name, text in rows]
     lines += ["", *(_capability(capability) for capability in diagnosis.capabilities)]
+    if not diagnosis.aiter_recorded:
+        lines += ["", f"unknown    {UNKNOWN_AITER.format(diagnosis.aiter.release or 'without a version')}"]
+    if target is not None:
+        lines += ["", *(f"{name:<31}{value}" for name, value in target.items())]
     if diagnosis.aiter.kind == "unrelated":
         lines += ["", WRONG_AITER]
     return "\n".join(lines + _difference_lines(diagnosis))
@@ -41,10 +48,12 @@ def doctor_exit_code(diagnosis: Diagnosis) -> int:
     return EXIT_CODES[Outcome.NO_GO] if installed and not usable else 0
 
 
-def doctor_json(diagnosis: Diagnosis) -> str:
-    """The diagnosis with its capabilities and the exit code, as one JSON document."""
+def doctor_json(diagnosis: Diagnosis, target: dict[str, str] | None = None) -> str:
+    """The diagnosis with its capabilities, the exit code and the target's versions, as one JSON document."""
     document = msgspec.to_builtins(diagnosis, enc_hook=_as_text)
     document["capabilities"] = msgspec.to_builtins(diagnosis.capabilities)
+    document["aiter_recorded"] = diagnosis.aiter_recorded
+    document["target"] = target
     document["exit_code"] = doctor_exit_code(diagnosis)
     return msgspec.json.encode(document).decode()
 
@@ -56,7 +65,12 @@ def _as_text(value: Any) -> str:
 
 
 def _torch(diagnosis: Diagnosis) -> str:
-    return f"{diagnosis.torch}, {f'HIP {diagnosis.hip}' if diagnosis.hip else 'not a ROCm build'}"
+    build = f"HIP {diagnosis.hip}" if diagnosis.hip else "not a ROCm build"
+    return f"{diagnosis.torch}, {build}, {_commit(diagnosis.torch_commit)}"
+
+
+def _commit(commit: str | None) -> str:
+    return f"commit {commit}" if commit else "commit not recorded"
 
 
 def _gpu(diagnosis: Diagnosis) -> str:
@@ -69,7 +83,16 @@ def _aiter(diagnosis: Diagnosis) -> str:
     if found.kind == "absent":
         return "not installed"
     names = {"aiter": "amd-aiter", "unrelated": "another package of that name,", "emulated": "the emulation,"}
-    return f"{names[found.kind]} {found.release or 'without a version'}" + (f" in {found.root}" if found.root else "")
+    told = f"{names[found.kind]} {found.release or 'without a version'}" + (f" in {found.root}" if found.root else "")
+    return f"{told}, {_commit(found.commit)}" if found.kind == "aiter" else told
+
+
+def _vllm(diagnosis: Diagnosis) -> str:
+    found = diagnosis.vllm
+    if found.kind == "absent":
+        return "not installed"
+    place = f" in {found.root}" if found.root else ""
+    return f"{found.release or 'without a version'}{place}, {_commit(found.commit)}"
 
 
 def _capability(capability: Capability) -> str:

@@ -127,7 +127,7 @@ def test_json_says_the_same(site):
     amd_aiter(site, without=FUNCTIONS[:1])
     found = on_mi355x()
     document = json.loads(doctor_json(found))
-    assert document["aiter"] == {"kind": "aiter", "root": str(site / "aiter"), "release": "0.1.20"}
+    assert document["aiter"] == {"kind": "aiter", "root": str(site / "aiter"), "release": "0.1.20", "commit": None}
     assert document["gpu"]["compute_units"] == 256
     assert [d["function"] for d in document["aiter_differences"]] == [FUNCTIONS[0]]
     assert [(c["name"], c["available"]) for c in document["capabilities"]] == [

@@ -15,11 +15,13 @@ from dsv32_fast.kernels.mounted import mounted
 
 READY = Diagnosis(
     torch="2.9+rocm7",
+    torch_commit="0" * 40,
     hip="7.0",
+    rocm="7.0.2",
     gpu=Gpu(name="AMD Instinct MI355X", arch="gfx950", compute_units=256),
     aiter=Installation(kind="aiter", release="0.1.20"),
     aiter_differences=(Difference(function="mla_decode_fwd", what="parameter unknown", detail="new"),),
-    vllm="0.33.0",
+    vllm=Installation(kind="vllm", release="0.33.0"),
 )
 
 
@@ -56,7 +58,7 @@ def test_aiter_is_refused_with_a_reason(change, reason):
 
 def test_vllm():
     assert capability(READY, "installed vLLM").reason == "version 0.33.0"
-    assert not capability(replace(READY, vllm=None), "installed vLLM").available
+    assert not capability(replace(READY, vllm=Installation(kind="absent")), "installed vLLM").available
 
 
 @admits(emulation=RULE)

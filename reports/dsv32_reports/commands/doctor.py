@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from dsv32_fast.doctor import examine
-from dsv32_reports.commands.common import Json, command
+from dsv32_fuzz.targets.registry import IN_TREE, open_target
+from dsv32_reports.commands.common import Json, TargetName, TargetPython, VllmPath, command
 from dsv32_reports.diagnosis import doctor_exit_code, doctor_json, doctor_text
+from dsv32_reports.signoff import versions_of
 
 
 @command
-def doctor(json: Json = False) -> int:
-    """What is installed here (torch, ROCm, AITER, vLLM), and what it can run.
+def doctor(
+    target: TargetName = IN_TREE, vllm_path: VllmPath = None, target_python: TargetPython = None, json: Json = False
+) -> int:
+    """What is installed here (torch, ROCm, AITER, vLLM), its releases and commits, and what it can run.
 
-    AITER is read without importing it. Exit 1 if AITER, or a package that goes by its name, cannot be used.
+    AITER and vLLM are read without importing them; with --target, the target is opened and tells what its own process
+    has. Exit 1 if AITER, or a package that goes by its name, cannot be used.
     """
-    diagnosis = examine()
-    print(doctor_json(diagnosis) if json else doctor_text(diagnosis))
+    opened = open_target(target, path=vllm_path, python=target_python)
+    diagnosis, versions = examine(), versions_of(opened) if target != IN_TREE else None
+    print(doctor_json(diagnosis, versions) if json else doctor_text(diagnosis, versions))
     return doctor_exit_code(diagnosis)

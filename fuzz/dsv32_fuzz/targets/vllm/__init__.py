@@ -48,7 +48,8 @@ class VllmTarget:
     """An installed vLLM, a prepared folder of one, or a source tree.
 
     Attributes:
-        versions: of vLLM, torch, ROCm, Python and AITER in the worker.
+        versions: releases and commits of vLLM, AITER, torch, ROCm and Python in the worker, and whether those of vLLM
+            and AITER are known (`identity.versions`).
         import_seconds: how long vLLM took to import.
         caches: whether two equal steps led to one plan.
     """

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from dsv32_fast.kernels import mounted
+from dsv32_fast.kernels.installed import Installation, find_aiter
 from dsv32_fuzz.targets.intree import RecordingKernels
 from dsv32_fuzz.targets.vllm.kernels import SampledRowLengths, install
 
@@ -39,6 +40,8 @@ class Loaded:
     backend: ModuleType
     recorder: RecordingKernels
     version: str
+    installed_aiter: Installation
+    """What the emulation hides."""
     row_lengths: SampledRowLengths | None = None
     compute_units: int = 256
     stream_events: list[str] = field(default_factory=list)
@@ -70,6 +73,7 @@ def load(path: str | None, aiter_release: str | None) -> Loaded:
     """
     if path is not None:
         _put_first(Path(path))
+    installed = find_aiter()
     module = _MOUNTS.enter_context(mounted.mounted(aiter_release))
     recorder = RecordingKernels(_kernels(module))
     module.__dict__["get_mla_metadata_v1"] = recorder.get_mla_metadata_v1
@@ -81,7 +85,7 @@ def load(path: str | None, aiter_release: str | None) -> Loaded:
                 f"this vLLM has no module {error.name}; the ROCm sparse-MLA backend came later"
             ) from error
         raise
-    loaded = Loaded(backend, recorder, _version(), install(backend))
+    loaded = Loaded(backend, recorder, _version(), installed, install(backend))
     _tame(loaded)
     return loaded
 

@@ -7,7 +7,6 @@ answer, not the end of the worker.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -46,14 +45,16 @@ class Worker:
     def _load(self, message: Message) -> Message:
         import torch
 
+        from dsv32_fuzz.targets.vllm.identity import versions
         from dsv32_fuzz.targets.vllm.imports import load
 
         torch.set_num_threads(1)
         started = time.monotonic()
         self.loaded = load(message["path"], message["aiter_release"])
-        versions = {"vllm": self.loaded.version, "torch": str(torch.__version__), "hip": str(torch.version.hip)}
-        versions |= {"python": sys.version.split()[0], "aiter": message["aiter_release"] or "emulated"}
-        return {"versions": versions, "seconds": time.monotonic() - started}
+        seconds = time.monotonic() - started
+        backend, installed = str(self.loaded.backend.__file__), self.loaded.installed_aiter
+        told = versions(self.loaded.version, backend, message["aiter_release"], installed)
+        return {"versions": told, "seconds": seconds}
 
     def _open(self, message: Message) -> Message:
         import msgspec
