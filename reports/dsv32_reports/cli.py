@@ -8,6 +8,7 @@ from dsv32_reports.commands import (
     bench,
     bench_checks,
     bench_latency,
+    bench_workload,
     bounds,
     doctor,
     faults,
@@ -64,8 +65,8 @@ bench_app.command("ref")(bench.bench_ref_command)
 bench_app.command("checks")(bench_checks.bench_checks_command)
 bench_app.command("step")(bench_latency.bench_step_command)
 bench_app.command("selftest")(bench_latency.bench_selftest_command)
-bench_app.command("claims")(bench_latency.bench_claims_command)
-bench_app.command("workload")(bench_latency.bench_workload_command)
+bench_app.command("claims")(bench_workload.bench_claims_command)
+bench_app.command("workload")(bench_workload.bench_workload_command)
 
 
 def main() -> None:

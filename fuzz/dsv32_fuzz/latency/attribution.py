@@ -1,25 +1,30 @@
 """Which change made the step faster: every change alone, each left out, and all together, with intervals.
 
-Per batch size an A/A run comes first. It sets how many pairs the effect needs, within the seconds allowed, and what
-could be detected with those; if it finds a difference between equal sides, no verdict is given for that batch size.
+Per batch size and part of the step an A/A run comes first. It sets how many blocks the effect needs, within the seconds
+allowed, and what could be detected with those; if it finds a difference between equal sides, no verdict is given there.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import msgspec
 import numpy as np
 
 from dsv32_fast.options import PRESETS, Options
+from dsv32_fuzz.latency.device import device_state
 from dsv32_fuzz.latency.statistics import (
-    FEWEST_PAIRS,
+    FEWEST_BLOCKS,
     Budget,
     Interval,
+    Verdict,
     choose_budget,
     ratio_interval,
     verdict,
 )
-from dsv32_fuzz.latency.step import PairSpec, time_in_fresh_process, time_spec
-from dsv32_fuzz.latency.timing import Samples
+from dsv32_fuzz.latency.step import Part, Setting, TimingSpec, time_in_fresh_process, time_spec
+from dsv32_fuzz.latency.timing import ClockName, Samples
 
 CHANGES = {"router": ("logits", "bias"), "cache": ("key", "split_cap"), "clear": ("clear",)}
 """The three optimisations of PR #42982 as fields of the options."""
@@ -34,24 +39,25 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timed(msgspec.Struct, frozen=True, kw_only=True):
-    """One comparison at one batch size, with its raw samples by process."""
+    """One comparison, with its raw samples by process."""
 
     comparison: str
-    batch: int
     interval: Interval
-    verdict: str
+    verdict: Verdict
     median_a_s: float
     median_b_s: float
     samples: tuple[Samples, ...]
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything at one batch size: the A/A run, the budget that it set, the comparisons."""
+    """Everything of one setting: the A/A run, the budget that it set, the comparisons so far."""
 
-    batch: int
+    setting: Setting
     null: Timed
     budget: Budget
-    compared: tuple[Timed, ...]
+    compared: tuple[Timed, ...] = ()
+    states: tuple[dict[str, str], ...] = ()
+    """Of the device, after the A/A run and after each comparison."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,10 +70,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     effect: float = 0.03
     margin: float = 0.01
     seconds: float = 20.0
-    """Allowed per comparison."""
+    """Of timed runs allowed per comparison, by the plan's clock."""
     processes: int = 1
-    """1 times in this process, more in that many fresh ones, the pairs shared among them."""
+    """1 times in this process, more in that many fresh ones, the blocks shared among them."""
     layers: int = 61
+    clock: ClockName = "cpu"
+    kernels: Literal["hollow", "aiter"] = "hollow"
     cold: bool = False
     seed: int = 0
 
@@ -75,6 +83,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """Validate."""
         if min(self.effect, self.margin, self.seconds) <= 0 or self.processes < 1 or self.layers < 1:
             raise ValueError("effect, margin, seconds, processes and layers must be positive")
+
+    def setting(self, batch: int, part: Part) -> Setting:
+        """Of one batch size and part of the step."""
+        return Setting(batch=batch, layers=self.layers, part=part, clock=self.clock, kernels=self.kernels)
 
 
 def comparisons(options: Options, attribute: bool) -> list[Comparison]:
@@ -99,46 +111,46 @@ def comparisons(options: Options, attribute: bool) -> list[Comparison]:
     return found
 
 
-def time_batch(options: Options, batch: int, plan: Plan, attribute: bool = False) -> Timings:
-    """Time every comparison of `options` at one batch size.
+def time_setting(wanted: Sequence[Comparison], setting: Setting, plan: Plan) -> Iterator[Timings]:
+    """Time comparisons with one baseline; yields what is known after the A/A run and after each of them.
 
     Raises:
-        ValueError: options without changes, or a batch that is too large.
         ImpossibleTimeError: a run below its floor.
     """
-    wanted = comparisons(options, attribute)
-    null = _timed(Comparison(name="A/A", a=wanted[0].a, b=wanted[0].a), batch, FEWEST_PAIRS, plan)
-    pair_s = len(null.samples[0].blocks_a[0]) * (null.median_a_s + null.median_b_s)
-    most = max(FEWEST_PAIRS, int(plan.seconds / pair_s))
-    logs = [value for samples in null.samples for value in samples.log_ratios()]
-    budget = choose_budget(np.array(logs), plan.effect, most)
-    compared = [_timed(comparison, batch, budget.pairs, plan) for comparison in wanted]
-    if null.interval.differs:
-        compared = [msgspec.structs.replace(timed, verdict="cannot tell") for timed in compared]
-    return Timings(batch=batch, null=null, budget=budget, compared=tuple(compared))
+    null = _timed(Comparison(name="A/A", a=wanted[0].a, b=wanted[0].a), FEWEST_BLOCKS, setting, plan)
+    block_s = len(null.samples[0].blocks_a[0]) * (null.median_a_s + null.median_b_s)
+    most = max(FEWEST_BLOCKS, int(plan.seconds / block_s))
+    logs = np.concatenate([samples.log_ratios() for samples in null.samples])
+    budget = choose_budget(logs, plan.effect, most)
+    found = Timings(setting=setting, null=null, budget=budget, states=(device_state(),))
+    yield found
+    for comparison in wanted:
+        timed = _timed(comparison, budget.blocks, setting, plan)
+        if null.interval.differs:
+            timed = msgspec.structs.replace(timed, verdict="cannot tell")
+        compared, states = (*found.compared, timed), (*found.states, device_state())
+        found = msgspec.structs.replace(found, compared=compared, states=states)
+        yield found
 
 
-def _timed(comparison: Comparison, batch: int, pairs: int, plan: Plan) -> Timed:
-    share = -(-pairs // plan.processes)
-    spec = PairSpec(
+def _timed(comparison: Comparison, blocks: int, setting: Setting, plan: Plan) -> Timed:
+    spec = TimingSpec(
         name_a="A",
         name_b="B",
         a=comparison.a,
         b=comparison.b,
-        batch=batch,
-        layers=plan.layers,
-        pairs=share,
+        setting=setting,
+        blocks=-(-blocks // plan.processes),
         cold=plan.cold,
         seed=plan.seed,
     )
     timer = time_spec if plan.processes == 1 else time_in_fresh_process
     seeds = range(plan.seed, plan.seed + plan.processes)
     samples = tuple(timer(msgspec.structs.replace(spec, seed=seed)) for seed in seeds)
-    interval = ratio_interval(np.array([value for one in samples for value in one.log_ratios()]), seed=plan.seed)
+    interval = ratio_interval(np.concatenate([one.log_ratios() for one in samples]), seed=plan.seed)
     medians = [one.medians() for one in samples]
     return Timed(
         comparison=comparison.name,
-        batch=batch,
         interval=interval,
         verdict=verdict(interval, plan.margin),
         median_a_s=sum(a for a, _ in medians) / len(medians),

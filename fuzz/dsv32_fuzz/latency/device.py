@@ -1,4 +1,4 @@
-"""What the device was doing while it was timed: clocks, power, temperature; and a graph's replay as a subject's run.
+"""What the device was doing while it was timed: clocks, power, temperature.
 
 Nothing in this module has run on a GPU yet. torch reads the state through amdsmi on ROCm and through NVML on CUDA;
 what cannot be read is recorded as unavailable, with the reason, never left out.
@@ -28,25 +28,3 @@ def _read(name: str) -> str:
         return str(reader())
     except Exception as error:  # amdsmi and NVML raise their own types, also for a missing driver or library
         return f"unavailable: {type(error).__name__}: {error}"
-
-
-def graphed(run: Callable[[], None]) -> Callable[[], None]:
-    """A replay of what `run` launches on the current device, captured once after a run aside.
-
-    `run` must not synchronise and must read its inputs from fixed addresses.
-
-    Raises:
-        RuntimeError: torch sees no GPU.
-    """
-    if not torch.cuda.is_available():
-        raise RuntimeError("torch sees no GPU, so there are no graphs to replay; time the run itself")
-    aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
-        run()
-    torch.cuda.current_stream().wait_stream(aside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    replay: Callable[[], None] = graph.replay
-    return replay

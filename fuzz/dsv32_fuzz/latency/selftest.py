@@ -1,15 +1,20 @@
 """Does the timing tell noise from change on this machine: false alarms on A/A runs, power on a known slowdown.
 
-The subject is small and does real host work: the metadata builder on a step of 64 requests, behind hollow kernels. An
-A/A run sets the budget for the effect; with that budget identical sides are compared `null_runs` times, and a side
-whose step is prolonged by a busy loop of known CPU time `effect_runs` times. The subjects are real, so that the
-rates are those of the method on this machine, not of a simulation.
+The subject is small and does real host work: the metadata builder on a step of 64 requests, behind hollow kernels. A
+trial compares it with an identical one, or with one whose step is prolonged by a busy loop of known length. The two
+kinds take turns, so that a machine that others use too treats both alike. Every trial has the budget that the latest
+A/A runs before it ask for; so the method is tested as `dsv32 bench step` uses it, on this machine, not in a simulation.
+
+Trials are kept in a file, one JSON line each with every raw sample; a run that was cut short goes on behind the last.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -20,38 +25,92 @@ from dsv32_fast.batch import StepBatch
 from dsv32_fast.metadata import BuilderConfig, MetadataBuilder
 from dsv32_fast.options import PRESETS
 from dsv32_fuzz.latency.seam import HollowKernels
-from dsv32_fuzz.latency.statistics import ALPHA, FEWEST_PAIRS, Budget, choose_budget, ratio_interval
-from dsv32_fuzz.latency.timing import Samples, Subject, cpu_clock, runs_per_block, time_pairs
+from dsv32_fuzz.latency.statistics import ALPHA, Budget, Interval, choose_budget, ratio_interval
+from dsv32_fuzz.latency.timing import CLOCKS, Samples, Subject, pairs_per_block, time_blocks
 
 BATCH, ROWS, CONTEXT, INPUTS = 64, 512, 5000, 997
 REQUIRED_POWER = 0.97
-NULL_PAIRS = 2 * FEWEST_PAIRS
-MOST_PAIRS = 400
-Progress = Callable[[int, int], None]
+NULL_BLOCKS = 100
+"""The latest A/A blocks, which the budget is chosen from."""
+MOST_BLOCKS = 1000
+
+
+class SelfTestSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What to measure.
+
+    Raises:
+        ValueError: a number that is too small, named.
+    """
+
+    effect: float = 0.03
+    """The slowdown to detect, as a share of the step."""
+    null_runs: int = 200
+    effect_runs: int = 50
+    most_blocks: int = MOST_BLOCKS
+    """The largest budget."""
+    clock: Literal["cpu", "wall"] = "cpu"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Validate."""
+        if not self.effect > 0 or self.null_runs < 1 or self.effect_runs < 1:
+            raise ValueError(
+                f"effect {self.effect}, {self.null_runs} and {self.effect_runs} runs: all must be positive"
+            )
+
+    @property
+    def trials(self) -> int:
+        """Of both kinds."""
+        return self.null_runs + self.effect_runs
+
+    def slowed(self, number: int) -> bool:
+        """Whether trial `number` has the slowdown: the two kinds take turns, in proportion."""
+        return (number + 1) * self.effect_runs // self.trials > number * self.effect_runs // self.trials
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """One comparison with its raw samples."""
+
+    number: int
+    slowed: bool
+    busy_s: float
+    """The busy loop: the effect's share of the step's median in the latest A/A run."""
+    budget: Budget
+    interval: Interval
+    samples: Samples
+
+    @property
+    def hit(self) -> bool:
+        """A false alarm; with the slowdown, that B was called slower."""
+        return self.interval.differs and (self.interval.ratio > 1 or not self.slowed)
 
 
 class SelfTest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the self-test found; `verdict` says what follows from it."""
+    """What the trials say; `verdict` says what follows from it."""
 
-    budget: Budget
-    block: int
-    """Runs per block."""
+    spec: SelfTestSpec
+    pairs: int
+    """Runs of each side per block."""
+    blocks: tuple[int, int, int]
+    """The budget: least, median and largest of the trials."""
+    spread: float
+    """Median over the trials of the A/A spread per block."""
     step_s: float
-    """Median step of the A/A run, CPU time in seconds."""
-    busy_s: float
-    """The busy loop: `budget.effect` of it."""
+    """Median step, in seconds of the clock."""
     null_runs: int
     false_alarms: int
     false_alarm_limit: int
     """The 99.8 % quantile of the false alarms at the nominal rate: 7 of 200 at 1 %."""
     effect_runs: int
     detected: int
+    undetectable: int
+    """Trials with the slowdown whose budget did not suffice, by what the machine did just before."""
     required_power: float = REQUIRED_POWER
 
     @property
-    def power(self) -> float:
-        """Share of the injected slowdowns that were called slower."""
-        return self.detected / self.effect_runs
+    def complete(self) -> bool:
+        """Whether all trials are there."""
+        return (self.null_runs, self.effect_runs) == (self.spec.null_runs, self.spec.effect_runs)
 
     @property
     def failures(self) -> list[str]:
@@ -59,20 +118,22 @@ class SelfTest(msgspec.Struct, frozen=True, kw_only=True):
         found = []
         if self.false_alarms > self.false_alarm_limit:
             found.append(f"{self.false_alarms} false alarms in {self.null_runs}, limit {self.false_alarm_limit}")
-        if self.budget.sufficient and self.power < self.required_power:
-            found.append(f"power {self.power:.2f}, required {self.required_power}")
+        if not self.undetectable and self.detected < self.required_power * self.effect_runs:
+            found.append(f"power {self.detected / self.effect_runs:.2f}, required {self.required_power}")
         return found
 
     @property
-    def verdict(self) -> str:
-        """PASSED, FAILED, or UNDETECTABLE where the budget allowed does not reach the effect."""
+    def verdict(self) -> Literal["PASSED", "FAILED", "UNDETECTABLE", "INCOMPLETE"]:
+        """FAILED beats all; UNDETECTABLE if the budget did not always suffice; INCOMPLETE if trials are missing."""
         if self.failures:
             return "FAILED"
-        return "PASSED" if self.budget.sufficient else "UNDETECTABLE"
+        if not self.complete:
+            return "INCOMPLETE"
+        return "UNDETECTABLE" if self.undetectable else "PASSED"
 
 
-def builder_subject(name: str, busy_s: float = 0.0) -> Subject:
-    """One metadata build per run, its lengths other ones each time, then a busy loop of `busy_s` CPU seconds."""
+def builder_subject(name: str, busy: Callable[[], float] | None = None) -> Subject:
+    """One metadata build per run, its lengths other ones each time, then a busy loop of `busy()` CPU seconds."""
     config = BuilderConfig(max_num_batched_tokens=ROWS)
     builder = MetadataBuilder(config=config, options=PRESETS["pr47766"], kernels=HollowKernels())
     lens_SB = np.random.default_rng(0).integers(CONTEXT, 2 * CONTEXT, (INPUTS, BATCH))
@@ -84,8 +145,8 @@ def builder_subject(name: str, busy_s: float = 0.0) -> Subject:
 
     def run() -> None:
         builder.build(chosen[0])
-        if busy_s:
-            spin(busy_s)
+        if busy is not None:
+            spin(busy())
 
     return Subject(name=name, prepare=prepare, run=run)
 
@@ -97,58 +158,82 @@ def spin(seconds: float) -> None:
         pass
 
 
-def selftest(
-    effect: float = 0.03,
-    null_runs: int = 200,
-    effect_runs: int = 50,
-    most_pairs: int = MOST_PAIRS,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> SelfTest:
-    """Measure false alarms and power, on one thread.
+def trials(spec: SelfTestSpec, done: int = 0) -> Iterator[Trial]:
+    """Run the trials from number `done` on, on one thread, after an A/A run that is none of them."""
+    torch.set_num_threads(1)
+    clock, busy = CLOCKS[spec.clock], [0.0]
+    a, same, slower = (
+        builder_subject("A"),
+        builder_subject("A again"),
+        builder_subject("slower", lambda: busy[0]),
+    )
+    pairs = max(pairs_per_block(subject, clock) for subject in (a, same, slower))
+    first = time_blocks(a, same, NULL_BLOCKS, pairs, clock=clock, seed=spec.seed)
+    busy[0] = spec.effect * first.medians()[0]
+    recent = deque(first.log_ratios().tolist(), maxlen=NULL_BLOCKS)
+    for number in range(done, spec.trials):
+        slowed = spec.slowed(number)
+        budget = choose_budget(np.array(recent), spec.effect, spec.most_blocks)
+        samples = time_blocks(
+            a, slower if slowed else same, budget.blocks, pairs, clock=clock, seed=spec.seed + 1 + number
+        )
+        interval = ratio_interval(samples.log_ratios(), seed=spec.seed + number)
+        yield Trial(number=number, slowed=slowed, busy_s=busy[0], budget=budget, interval=interval, samples=samples)
+        if not slowed:
+            recent.extend(samples.log_ratios().tolist())
+            busy[0] = spec.effect * samples.medians()[0]
 
-    Args:
-        effect: the slowdown to detect, as a share of the step.
-        null_runs, effect_runs: comparisons of identical sides, and with the slowdown.
-        most_pairs: the largest budget.
-        seed: of orders and resampling.
-        progress: called with (comparisons done, all).
+
+def summary(spec: SelfTestSpec, found: Sequence[Trial]) -> SelfTest:
+    """What the trials so far say.
 
     Raises:
-        ValueError: an effect, a number of runs or a budget that is too small.
+        ValueError: there is none.
     """
-    if null_runs < 1 or effect_runs < 1:
-        raise ValueError(f"null_runs {null_runs} and effect_runs {effect_runs} must be positive")
-    torch.set_num_threads(1)
-    a, b = builder_subject("A"), builder_subject("A again")
-    block = max(runs_per_block(a), runs_per_block(b))
-    null = time_pairs(a, b, NULL_PAIRS, block, clock=cpu_clock, seed=seed)
-    budget = choose_budget(null.log_ratios(), effect, most_pairs)
-    step_s = null.medians()[0]
-    slower = builder_subject("slower", effect * step_s)
-    runs_per_block(slower)
-    total = null_runs + effect_runs
-    alarms = detected = 0
-    for i in range(total):
-        other = b if i < null_runs else slower
-        samples = time_pairs(a, other, budget.pairs, block, clock=cpu_clock, seed=seed + 1 + i)
-        alarms += i < null_runs and _differs(samples, seed + i)
-        detected += i >= null_runs and _differs(samples, seed + i, slower=True)
-        if progress is not None:
-            progress(i + 1, total)
+    if not found:
+        raise ValueError("no trial was finished, so nothing can be said")
+    null, slowed = ([one for one in found if one.slowed is kind] for kind in (False, True))
+    blocks = [one.budget.blocks for one in found]
     return SelfTest(
-        budget=budget,
-        block=block,
-        step_s=step_s,
-        busy_s=effect * step_s,
-        null_runs=null_runs,
-        false_alarms=alarms,
-        false_alarm_limit=int(stats.binom.ppf(0.998, null_runs, ALPHA)),
-        effect_runs=effect_runs,
-        detected=detected,
+        spec=spec,
+        pairs=len(found[-1].samples.blocks_a[0]),
+        blocks=(min(blocks), int(np.median(blocks)), max(blocks)),
+        spread=float(np.median([one.budget.spread for one in found])),
+        step_s=float(np.median([one.samples.medians()[0] for one in found])),
+        null_runs=len(null),
+        false_alarms=sum(one.hit for one in null),
+        false_alarm_limit=int(stats.binom.ppf(0.998, max(1, len(null)), ALPHA)),
+        effect_runs=len(slowed),
+        detected=sum(one.hit for one in slowed),
+        undetectable=sum(not one.budget.sufficient for one in slowed),
     )
 
 
-def _differs(samples: Samples, seed: int, slower: bool = False) -> bool:
-    found = ratio_interval(samples.log_ratios(), seed=seed)
-    return found.differs and (found.ratio > 1 or not slower)
+def kept_trials(path: Path, spec: SelfTestSpec) -> list[Trial]:
+    """The trials in the file of an earlier run, none where there is no file; drops a last line that was cut short.
+
+    Raises:
+        ValueError: another file, or a run of another specification.
+        OSError: it cannot be read or cut.
+    """
+    if not path.exists():
+        path.write_bytes(msgspec.json.encode(spec) + b"\n")
+        return []
+    whole, _, rest = path.read_bytes().rpartition(b"\n")
+    if rest:
+        path.write_bytes(whole + b"\n")
+    head, *lines = whole.split(b"\n")
+    try:
+        known = msgspec.json.decode(head, type=SelfTestSpec)
+        found = [msgspec.json.decode(line, type=Trial) for line in lines]
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{path}: it holds no trials of `dsv32 bench selftest`: {error}") from error
+    if known != spec or [one.number for one in found] != list(range(len(found))):
+        raise ValueError(f"{path}: it is of a run with other options; give those again, or another file")
+    return found
+
+
+def keep_trial(path: Path, trial: Trial) -> None:
+    """Append one trial, as one line in one write."""
+    with path.open("ab", buffering=0) as file:
+        file.write(msgspec.json.encode(trial) + b"\n")

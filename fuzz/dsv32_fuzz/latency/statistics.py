@@ -1,15 +1,15 @@
-"""Was B slower than A: a paired bootstrap interval, an exact test beside it, a verdict, and how many pairs that takes.
+"""Was B slower than A: a bootstrap interval, an exact test beside it, a verdict, and how many blocks that takes.
 
-One observation is a pair: a block of A and a block of B timed back to back, in random order. What is judged is the log
-of the ratio of the two blocks' medians. A block's median drops the hiccups of a shared machine, a pair's ratio drops
-its slow drifts, and pairs may come from several processes.
+A pair is one run of A and one of B, back to back in random order. One observation is a block of pairs: the median of
+its pairs' log ratios. A ratio within a pair drops the drifts of a shared machine, the median drops its hiccups, and
+blocks may come from several processes. A change that slows fewer than half of the steps does not move that median.
 
-The interval is scipy's bootstrap (BCa) on the mean of the log ratios. A bootstrap of some dozens of heavy-tailed values
+The interval is scipy's bootstrap (BCa) on the mean of the blocks. A bootstrap of some dozens of heavy-tailed values
 leaves the truth out twice as often as its level says, so a difference also needs the sign-flip test: if A and B are
-the same, the random order makes every pair's sign a fair coin, whatever the distribution: the test's level is exact.
+the same, the random order makes every block's sign a fair coin, whatever the distribution: the test's level is exact.
 
-How many pairs: for an effect e on the log scale, level alpha and power p the mean of n pairs with standard deviation s
-needs s / sqrt(n) <= e / (z(1 - alpha / 2) + z(p)). s comes from an A/A run of m pairs and is itself uncertain, so its
+How many blocks: for an effect e on the log scale, level alpha and power p the mean of n blocks of standard deviation s
+needs s / sqrt(n) <= e / (z(1 - alpha / 2) + z(p)). s comes from an A/A run of m blocks and is itself uncertain, so its
 upper 90 % confidence limit s sqrt((m - 1) / chi2(0.1; m - 1)) is used. Student's factor for n is of the same size as
 that margin and is left out.
 """
@@ -31,7 +31,7 @@ ALPHA = 0.01
 """Two-sided: the nominal false-alarm rate of an interval that leaves out 1."""
 POWER = 0.995
 """What a budget aims at: with it, 50 trials detect the effect in at least 49 (a rate of 0.97) 97 times of 100."""
-FEWEST_PAIRS = 20
+FEWEST_BLOCKS = 20
 """Below this no interval is given: a bootstrap of fewer values has no tails at 1 %."""
 RESAMPLES = 4999
 LEAST_SPREAD = 1e-6
@@ -46,10 +46,10 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     high: float
     p_value: float
     """Of the sign-flip test, two-sided."""
-    pairs: int
+    blocks: int
     alpha: float
     spread: float
-    """Standard deviation of the pairs' log ratios."""
+    """Standard deviation of the blocks."""
 
     @property
     def differs(self) -> bool:
@@ -58,21 +58,21 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ratio_interval(log_ratios: Floats, alpha: float = ALPHA, seed: int = 0) -> Interval:
-    """The geometric mean of the pairs' ratios B / A, its bootstrap interval, and the sign-flip test against 1.
+    """The geometric mean of the blocks' ratios B / A, its bootstrap interval, and the sign-flip test against 1.
 
     Args:
-        log_ratios: log(B / A) of each pair, [n].
+        log_ratios: log(B / A) of each block, [n].
         alpha: two-sided level.
         seed: of the resampling.
 
     Raises:
-        ValueError: fewer than `FEWEST_PAIRS` pairs, or a value that is not finite.
+        ValueError: fewer than `FEWEST_BLOCKS` blocks, or a value that is not finite.
     """
     d = np.asarray(log_ratios, dtype=np.float64)
-    if d.ndim != 1 or len(d) < FEWEST_PAIRS:
-        raise ValueError(f"log_ratios: {d.size} pairs; an interval needs at least {FEWEST_PAIRS}")
+    if d.ndim != 1 or len(d) < FEWEST_BLOCKS:
+        raise ValueError(f"log_ratios: {d.size} blocks; an interval needs at least {FEWEST_BLOCKS}")
     if not np.isfinite(d).all():
-        raise ValueError("log_ratios: a pair is not finite; every block must have taken time")
+        raise ValueError("log_ratios: a block is not finite; every run must have taken time")
     mean, spread = float(d.mean()), float(d.std(ddof=1))
     low = high = mean
     if spread > LEAST_SPREAD:
@@ -93,7 +93,7 @@ def ratio_interval(log_ratios: Floats, alpha: float = ALPHA, seed: int = 0) -> I
         low=math.exp(low),
         high=math.exp(high),
         p_value=float(test.pvalue),
-        pairs=len(d),
+        blocks=len(d),
         alpha=alpha,
         spread=spread,
     )
@@ -119,15 +119,15 @@ def verdict(interval: Interval, margin: float) -> Verdict:
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
-    """How many pairs to time for an effect, from an A/A run."""
+    """How many blocks to time for an effect, from an A/A run."""
 
-    pairs: int
+    blocks: int
     effect: float
     """The effect asked for, as a share of the step."""
     detectable: float
-    """The effect that `pairs` pairs detect with the power asked for."""
+    """The effect that `blocks` blocks detect with the power asked for."""
     spread: float
-    """Standard deviation of the A/A log ratios."""
+    """Standard deviation of the A/A blocks."""
     spread_limit: float
     """Its upper 90 % confidence limit, which the budget is made from."""
     alpha: float
@@ -135,31 +135,33 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sufficient(self) -> bool:
-        """False where the effect is undetectable within the pairs allowed."""
+        """False where the effect is undetectable within the blocks allowed."""
         return self.detectable <= self.effect
 
 
 def choose_budget(
-    null_log_ratios: Floats, effect: float, most_pairs: int, alpha: float = ALPHA, power: float = POWER
+    null_log_ratios: Floats, effect: float, most_blocks: int, alpha: float = ALPHA, power: float = POWER
 ) -> Budget:
-    """The pairs that detect `effect` with `power` at `alpha`, at least `FEWEST_PAIRS`, at most `most_pairs`.
+    """The blocks that detect `effect` with `power` at `alpha`, at least `FEWEST_BLOCKS`, at most `most_blocks`.
 
     Raises:
-        ValueError: an effect that is not positive, fewer than FEWEST_PAIRS pairs allowed or measured.
+        ValueError: an effect that is not positive, fewer than FEWEST_BLOCKS blocks allowed or measured.
     """
     if not effect > 0:
         raise ValueError(f"effect is {effect}; it must be positive")
-    if min(most_pairs, len(null_log_ratios)) < FEWEST_PAIRS:
-        raise ValueError(f"most_pairs {most_pairs} of {len(null_log_ratios)} A/A pairs: give at least {FEWEST_PAIRS}")
+    if min(most_blocks, len(null_log_ratios)) < FEWEST_BLOCKS:
+        raise ValueError(
+            f"most_blocks {most_blocks} of {len(null_log_ratios)} A/A blocks: give at least {FEWEST_BLOCKS}"
+        )
     m = len(null_log_ratios)
     spread = max(float(np.std(null_log_ratios, ddof=1)), LEAST_SPREAD)
     limit = spread * math.sqrt((m - 1) / float(stats.chi2.ppf(0.1, m - 1)))
     reach = limit * float(stats.norm.ppf(1 - alpha / 2) + stats.norm.ppf(power))
-    pairs = min(most_pairs, max(FEWEST_PAIRS, math.ceil((reach / math.log1p(effect)) ** 2)))
+    blocks = min(most_blocks, max(FEWEST_BLOCKS, math.ceil((reach / math.log1p(effect)) ** 2)))
     return Budget(
-        pairs=pairs,
+        blocks=blocks,
         effect=effect,
-        detectable=math.expm1(reach / math.sqrt(pairs)),
+        detectable=math.expm1(reach / math.sqrt(blocks)),
         spread=spread,
         spread_limit=limit,
         alpha=alpha,

@@ -1,8 +1,9 @@
 """Two traces against each other, and against what was claimed for PR #42982.
 
 Steps of one run depend on each other, so intervals come from means of batches of consecutive steps: about 30 batches
-per trace, resampled by scipy's bootstrap. One trace per side shows the variation within a run, not between runs; the
-result says so. Counts are compared exactly where they are the same in every step.
+per trace, resampled by scipy's bootstrap; faster and slower also need a permutation test of those means. One trace per
+side shows the variation within a run, not between runs; the result says so. Counts are compared exactly where they are
+the same in every step.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from scipy import stats
 
 from dsv32_fuzz.latency.roofline import step_floor
-from dsv32_fuzz.latency.statistics import ALPHA, FEWEST_PAIRS, RESAMPLES, Floats, Verdict
+from dsv32_fuzz.latency.statistics import ALPHA, FEWEST_BLOCKS, RESAMPLES, Floats, Verdict
 from dsv32_fuzz.traces.kineto import TraceError
 from dsv32_fuzz.traces.steps import StepTable
 from dsv32_ref.config import Config
@@ -27,6 +28,16 @@ CLAIMED_SKIP = 0.94
 QUANTILES = (0.5, 0.9, 0.99)
 LARGEST_TP = 8
 """The floor credits a step with so many ranks, whatever the run had."""
+
+
+class StepRatio(msgspec.Struct, frozen=True, kw_only=True):
+    """The ratio after / before of mean step times, and what it says; None where there are too few steps."""
+
+    ratio: float
+    low: float | None
+    high: float | None
+    p_value: float | None
+    verdict: Verdict
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +70,8 @@ class TraceComparison(msgspec.Struct, frozen=True, kw_only=True):
     ratio: float
     ratio_low: float | None
     ratio_high: float | None
+    p_value: float | None
+    """Two-sided, of the permutation test against equal steps."""
     margin: float
     quantiles: dict[str, tuple[float, float]]
     """Period before and after in milliseconds, by quantile."""
@@ -87,16 +100,17 @@ def compare(before: StepTable, after: StepTable, margin: float = 0.01) -> TraceC
         raise ValueError(f"margin is {margin}; it must be positive")
     for table in (before, after):
         _check_possible(table)
-    ratio, low, high = _ratio(before.period_ms, after.period_ms)
+    step = ratio_of_steps(before.period_ms, after.period_ms, margin)
     rows = [_row("step, ms", before.period_ms, after.period_ms), _row("idle, ms", before.idle_ms, after.idle_ms)]
     rows += [_row(name, before.counts[name], after.counts[name]) for name in before.counts if name in after.counts]
     found = TraceComparison(
         before=before,
         after=after,
-        verdict=_verdict(low, high, margin),
-        ratio=ratio,
-        ratio_low=low,
-        ratio_high=high,
+        verdict=step.verdict,
+        ratio=step.ratio,
+        ratio_low=step.low,
+        ratio_high=step.high,
+        p_value=step.p_value,
         margin=margin,
         quantiles={f"p{100 * q:.0f}": _quantile(before, after, q) for q in QUANTILES},
         rows=tuple(rows),
@@ -123,7 +137,7 @@ def _quantile(before: StepTable, after: StepTable, q: float) -> tuple[float, flo
 
 def _batch_means(values: Sequence[float]) -> Floats | None:
     """Means of about `BATCHES` runs of consecutive values; None if there are too few values."""
-    if len(values) < FEWEST_PAIRS:
+    if len(values) < FEWEST_BLOCKS:
         return None
     size = max(1, len(values) // BATCHES)
     whole = np.asarray(values, dtype=np.float64)[: len(values) // size * size]
@@ -155,10 +169,30 @@ def _interval(before: Sequence[float], after: Sequence[float], *, log: bool) -> 
     return float(found.low), float(found.high)
 
 
-def _ratio(before: Sequence[float], after: Sequence[float]) -> tuple[float, float | None, float | None]:
-    low, high = _interval(before, after, log=True)
+def ratio_of_steps(before: Sequence[float], after: Sequence[float], margin: float) -> StepRatio:
+    """The durations of consecutive steps after against before, in any one unit; the verdict is that of `verdict`."""
     ratio = float(np.mean(after) / np.mean(before))
-    return ratio, None if low is None else math.exp(low), None if high is None else math.exp(high)
+    low, high = _interval(before, after, log=True)
+    if low is None or high is None:
+        return StepRatio(ratio=ratio, low=None, high=None, p_value=None, verdict="cannot tell")
+    p_value = _p_value(before, after)
+    low, high = math.exp(low), math.exp(high)
+    return StepRatio(
+        ratio=ratio, low=low, high=high, p_value=p_value, verdict=_verdict(low, high, p_value < ALPHA, margin)
+    )
+
+
+def _p_value(before: Sequence[float], after: Sequence[float]) -> float:
+    """Of equal mean steps, by permutation of the batches' means."""
+    means = [found for found in (_batch_means(before), _batch_means(after)) if found is not None]
+    test = stats.permutation_test(
+        means,
+        lambda x, y, axis: x.mean(axis) - y.mean(axis),
+        n_resamples=RESAMPLES,
+        vectorized=True,
+        rng=np.random.default_rng(0),
+    )
+    return float(test.pvalue)
 
 
 def _row(name: str, before: Sequence[float], after: Sequence[float]) -> Row:
@@ -167,14 +201,12 @@ def _row(name: str, before: Sequence[float], after: Sequence[float]) -> Row:
     return Row(name=name, before=a, after=b, difference=b - a, low=low, high=high)
 
 
-def _verdict(low: float | None, high: float | None, margin: float) -> Verdict:
-    if low is None or high is None:
-        return "cannot tell"
+def _verdict(low: float, high: float, differs: bool, margin: float) -> Verdict:
     if 1 / (1 + margin) < low and high < 1 + margin:
         return "no difference"
-    if high < 1:
-        return "faster"
-    return "slower" if low > 1 else "cannot tell"
+    if low <= 1 <= high or not differs:
+        return "cannot tell"
+    return "faster" if high < 1 else "slower"
 
 
 def _claims(found: TraceComparison) -> list[Claim]:

@@ -1,32 +1,34 @@
-"""Benchmarks of the decode step: what it launches, how long the host takes, what a workload should gain."""
+"""Benchmarks of the decode step: what it launches, how long host or device take, and whether that can be told."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
 import msgspec
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from dsv32_fast.doctor import examine
 from dsv32_fast.options import Options, resolve
-from dsv32_fuzz.latency.attribution import Plan, Timed, Timings, time_batch
+from dsv32_fuzz.latency.attribution import Comparison, Plan, Timed, Timings, comparisons, time_setting
 from dsv32_fuzz.latency.budget import exceeded, shipped_budget
-from dsv32_fuzz.latency.cost import Costs, Prediction, claim_rows, costs_of, predict, sweep
 from dsv32_fuzz.latency.counting import Table, count_table, decode_schedule
-from dsv32_fuzz.latency.device import device_state
-from dsv32_fuzz.latency.selftest import selftest
-from dsv32_fuzz.traces.kineto import read_trace
-from dsv32_fuzz.workload import PR42982_WORKLOAD, Workload
-from dsv32_fuzz.workload.skip_rate import BUDGETS
-from dsv32_reports.commands.common import Assignments, Json, OptionsName, command
-from dsv32_reports.skip_plot import USEFUL, skip_plot
+from dsv32_fuzz.latency.evidence import of_timings
+from dsv32_fuzz.latency.selftest import SelfTest, SelfTestSpec, Trial, keep_trial, kept_trials, summary, trials
+from dsv32_fuzz.latency.step import Setting
+from dsv32_fuzz.latency.timing import ClockName
+from dsv32_reports.bars import bar
+from dsv32_reports.commands.common import Assignments, Json, OptionsName, Seed, command, numbers
+from dsv32_reports.interrupt import interrupts
 
-Seed = Annotated[int, typer.Option(min=0, help="Seed of inputs, orders and resampling.")]
-Policy = Annotated[str, typer.Option("--key", help="Metadata key: pr42982 or pr47766.")]
-CostRange = Annotated[str | None, typer.Option(metavar="LOW:HIGH")]
+ClockOption = Annotated[
+    str | None, typer.Option("--clock", help="cpu, wall or device; device events where there is a GPU, else cpu.")
+]
+PARTS = {"whole": "whole step", "changed": "changed parts"}
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,8 +36,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
 
     options: Options
     plan: Plan
-    device: dict[str, str]
-    timings: list[Timings]
+    timings: tuple[Timings, ...]
 
 
 @command
@@ -48,33 +49,98 @@ def bench_step_command(
     ] = None,
     batches: Annotated[str, typer.Option(help="Timed batch sizes, separated by commas.")] = "1,16,64",
     attribute: Annotated[
-        bool, typer.Option("--attribute", help="Also each change alone, and each added last.")
+        bool, typer.Option("--attribute", help="Also what the changes touch alone: all, each alone, each added last.")
     ] = False,
     effect: Annotated[float, typer.Option(help="Effect to detect, as a share of the step.")] = 0.03,
     margin: Annotated[float, typer.Option(help="Smallest effect that matters.")] = 0.01,
-    seconds: Annotated[float, typer.Option(help="Allowed per comparison.")] = 20.0,
-    processes: Annotated[int, typer.Option(min=1, help="Fresh processes that share the pairs; 1 is this one.")] = 1,
+    seconds: Annotated[float, typer.Option(help="Of timed runs allowed per comparison, by the clock.")] = 20.0,
+    processes: Annotated[int, typer.Option(min=1, help="Fresh processes that share the blocks; 1 is this one.")] = 1,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the timed model.")] = 61,
-    cold: Annotated[bool, typer.Option("--cold", help="Overwrite the caches before each step.")] = False,
+    clock: ClockOption = None,
+    cold: Annotated[bool, typer.Option("--cold", help="Overwrite the caches before each run.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the evidence, every sample included, to this file.")] = None,
     seed: Seed = 0,
     json: Json = False,
 ) -> int:
-    """What a decode step launches, casts and clears, and its host time, optimised against baseline.
+    """What a decode step launches, casts and clears, and how long it takes, optimised against baseline.
 
-    Counts are exact, of 61 layers without weights. Times are CPU time of the host behind kernels that do nothing:
-    no latency of a GPU, and no gate uses them. Exit 1 if a step exceeds its budget of counts or is slower.
+    Counts are exact, of 61 layers without weights. Without a GPU times are CPU time of the host behind kernels that do
+    nothing: no latency of a GPU, and no gate uses them. Exit 1 if a step exceeds its budget of counts or is slower.
     """
     chosen = resolve(options, tuple(assignments or ()))
     if counts_only or budget is not None:
         return _counts(chosen, budget, json)
-    plan = Plan(effect=effect, margin=margin, seconds=seconds, processes=processes, layers=layers, cold=cold, seed=seed)
-    timings = [time_batch(chosen, batch, plan, attribute) for batch in _numbers("--batches", batches)]
+    used = _clock(clock)
+    plan = Plan(
+        effect=effect,
+        margin=margin,
+        seconds=seconds,
+        processes=processes,
+        layers=layers,
+        clock=used,
+        kernels="aiter" if used == "device" and _aiter_is_usable() else "hollow",
+        cold=cold,
+        seed=seed,
+    )
+    timings, stopped = _time(chosen, numbers("--batches", batches), plan, attribute, out)
     if json:
-        report = StepReport(options=chosen, plan=plan, device=device_state(), timings=timings)
-        print(msgspec.json.encode(report).decode())
+        print(msgspec.json.encode(StepReport(options=chosen, plan=plan, timings=tuple(timings))).decode())
     else:
         _show_timings(timings, plan)
-    return int(any(timed.verdict == "slower" for one in timings for timed in one.compared if timed.comparison == "all"))
+    if stopped:
+        raise KeyboardInterrupt
+    whole = [timed for one in timings if one.setting.part == "whole" for timed in one.compared]
+    return int(any(timed.verdict == "slower" for timed in whole))
+
+
+def _clock(name: str | None) -> ClockName:
+    if name is None:
+        return "device" if torch.cuda.is_available() else "cpu"
+    if name not in ("cpu", "wall", "device"):
+        raise ValueError(f"--clock is {name!r}; choose cpu, wall or device")
+    if name == "device" and not torch.cuda.is_available():
+        raise ValueError("--clock device: torch sees no GPU, so there are no device events; choose cpu or wall")
+    return cast(ClockName, name)
+
+
+def _aiter_is_usable() -> bool:
+    return any(one.available for one in examine().capabilities if one.name == "AITER kernels")
+
+
+def _time(
+    options: Options, batches: Sequence[int], plan: Plan, attribute: bool, out: Path | None
+) -> tuple[list[Timings], bool]:
+    """What was timed, and whether the user stopped it; the evidence so far is in `out` all along."""
+    jobs = _jobs(options, batches, plan, attribute)
+    total = sum(1 + len(wanted) for _, wanted in jobs)
+    known: dict[Setting, Timings] = {}
+
+    def write(complete: bool) -> None:
+        if out is not None and any(one.compared for one in known.values()):
+            out.write_bytes(msgspec.json.encode(of_timings(list(known.values()), plan, complete=complete)))
+
+    try:
+        with bar("bench step", total) as advance, interrupts.noted():
+            done = 0
+            for setting, wanted in jobs:
+                for found in time_setting(wanted, setting, plan):
+                    known[setting], done = found, done + 1
+                    advance(done, f"batch {setting.batch}, {PARTS[setting.part]}")
+                    write(complete=done == total)
+                    if interrupts.requested:
+                        return list(known.values()), True
+    except KeyboardInterrupt:
+        return list(known.values()), True
+    return list(known.values()), False
+
+
+def _jobs(
+    options: Options, batches: Sequence[int], plan: Plan, attribute: bool
+) -> list[tuple[Setting, list[Comparison]]]:
+    jobs = [(plan.setting(batch, "whole"), comparisons(options, attribute=False)) for batch in batches]
+    if attribute:
+        jobs += [(plan.setting(batch, "changed"), comparisons(options, attribute=True)) for batch in batches]
+    return jobs
 
 
 def _counts(options: Options, budget: Path | None, json: bool) -> int:
@@ -141,21 +207,34 @@ def _show_counts(table: Table) -> None:
 
 
 def _show_timings(timings: list[Timings], plan: Plan) -> None:
-    table = RichTable("batch", "B over A", "ratio", "99 % interval", "A, ms", "B, ms", "pairs", "verdict")
+    table = RichTable("batch", "timed", "B over A", "ratio", "99 % interval", "A, ms", "B, ms", "B - A, us", "verdict")
     for one in timings:
         for timed in (one.null, *one.compared):
-            table.add_row(str(one.batch), *_timed_cells(timed))
+            table.add_row(str(one.setting.batch), PARTS[one.setting.part], *_timed_cells(timed))
     Console().print(table)
     for one in timings:
+        runs = one.budget.blocks * len(one.null.samples[0].blocks_a[0])
         enough = "" if one.budget.sufficient else f"; {100 * plan.effect:g} % is undetectable in {plan.seconds:g} s"
-        print(f"batch {one.batch}: detectable effect {100 * one.budget.detectable:.1f} %{enough}")
-    print("CPU time of the host per step, kernels hollow: no latency of a GPU.")
+        where = f"batch {one.setting.batch}, {PARTS[one.setting.part]}"
+        spread = f"A/A spread {100 * one.budget.spread:.1f} % per block"
+        detectable = f"detectable {100 * one.budget.detectable:.1f} %{enough}"
+        print(f"{where}: {spread}, {one.budget.blocks} blocks, {runs} pairs, {detectable}")
+    print(_what_was_timed(plan))
 
 
 def _timed_cells(timed: Timed) -> tuple[str, ...]:
-    i = timed.interval
-    times = (f"{1e3 * timed.median_a_s:.2f}", f"{1e3 * timed.median_b_s:.2f}")
-    return (timed.comparison, f"{i.ratio:.4f}", f"[{i.low:.4f}, {i.high:.4f}]", *times, str(i.pairs), timed.verdict)
+    i, a_ms, b_ms = timed.interval, 1e3 * timed.median_a_s, 1e3 * timed.median_b_s
+    times = (f"{a_ms:.3f}", f"{b_ms:.3f}", f"{1e3 * (i.ratio - 1) * a_ms:+.0f}")
+    return (timed.comparison, f"{i.ratio:.4f}", f"[{i.low:.4f}, {i.high:.4f}]", *times, timed.verdict)
+
+
+def _what_was_timed(plan: Plan) -> str:
+    model = f"{plan.layers} layers of small widths"
+    parts = "Changed parts: the metadata build and every mixture's router, once a step."
+    if plan.kernels == "aiter":
+        return f"Device events around replays of a graph, {model}, AITER's kernels. {parts}"
+    kind = {"cpu": "CPU time of the host", "wall": "Wall time on the host", "device": "Device events"}[plan.clock]
+    return f"{kind} per eager step, {model}, kernels hollow: no latency of a GPU. {parts}"
 
 
 @command
@@ -163,158 +242,70 @@ def bench_selftest_command(
     effect: Annotated[float, typer.Option(help="Slowdown to detect, as a share of the step.")] = 0.03,
     null_runs: Annotated[int, typer.Option(min=1, help="Comparisons of identical sides.")] = 200,
     effect_runs: Annotated[int, typer.Option(min=1, help="Comparisons with the slowdown.")] = 50,
+    clock: Annotated[str, typer.Option(help="cpu or wall.")] = "cpu",
+    out: Annotated[
+        Path | None, typer.Option(help="Keep every sample in this file; a run that was cut short goes on there.")
+    ] = None,
     seed: Seed = 0,
     json: Json = False,
 ) -> int:
     """Does the timing tell noise from change here: false alarms on identical sides, power on a known busy loop.
 
-    Several minutes. Exit 0 passed, 1 failed, 3 if the effect is undetectable on this machine as it is now.
+    Some minutes. Exit 0 passed, 1 failed, 3 if the effect is undetectable on this machine as it is now.
     """
-    found = selftest(effect, null_runs, effect_runs, seed=seed)
+    if clock not in ("cpu", "wall"):
+        raise ValueError(f"--clock is {clock!r}; choose cpu or wall")
+    spec = SelfTestSpec(
+        effect=effect,
+        null_runs=null_runs,
+        effect_runs=effect_runs,
+        clock=cast(Literal["cpu", "wall"], clock),
+        seed=seed,
+    )
+    found = kept_trials(out, spec) if out is not None else []
+    stopped = _try(spec, found, out)
+    result = summary(spec, found)
     if json:
-        print(msgspec.json.encode(found).decode())
+        print(msgspec.json.encode(result).decode())
     else:
-        b = found.budget
-        print(
-            f"{found.verdict}: A/A spread {100 * b.spread:.2f} % per pair, {b.pairs} pairs of {found.block} runs, "
-            f"detectable {100 * b.detectable:.2f} %"
-        )
-        print(f"false alarms: {found.false_alarms} of {found.null_runs} (nominal 1 %, limit {found.false_alarm_limit})")
-        print(
-            f"slowdown of {100 * effect:g} % ({1e6 * found.busy_s:.1f} us of {1e6 * found.step_s:.0f} us): detected "
-            f"{found.detected} of {found.effect_runs}, required {found.required_power:g}"
-        )
-        for failure in found.failures:
-            print(failure)
-    return {"PASSED": 0, "FAILED": 1, "UNDETECTABLE": 3}[found.verdict]
+        _show_selftest(result)
+    if stopped:
+        again = "" if out is None else f"; the same command goes on behind trial {len(found)} of {spec.trials}"
+        print(f"stopped{again}")
+        raise KeyboardInterrupt
+    return {"PASSED": 0, "FAILED": 1, "UNDETECTABLE": 3, "INCOMPLETE": 3}[result.verdict]
 
 
-@command
-def bench_claims_command(
-    key: Policy = "pr42982",
-    plan_us: CostRange = None,
-    cast_us: CostRange = None,
-    clear_us_per_mb: CostRange = None,
-    costs_from: Annotated[Path | None, typer.Option(help="Take plan and cast costs from this device trace.")] = None,
-    json: Json = False,
-) -> int:
-    """PR #42982's own workload, baseline against optimised, beside its claims: what is confirmed and what cannot be."""
-    costs = _costs(plan_us, cast_us, clear_us_per_mb, costs_from)
-    rows = [
-        predict(msgspec.structs.replace(PR42982_WORKLOAD, max_num_batched_tokens=budget), _policy(key), costs)
-        for budget in BUDGETS
-    ]
-    claims = claim_rows(rows)
-    if json:
-        print(msgspec.json.encode({"predictions": rows, "claims": claims, "costs": costs}).decode())
-        return 0
-    _show_predictions(rows, ("budget", lambda p: str(p.workload.max_num_batched_tokens)))
-    table = RichTable("claim", "claimed", "found", "status")
-    for claim in claims:
-        table.add_row(claim.claim, claim.claimed, claim.found, claim.status)
-    Console().print(table)
-    return 0
-
-
-@command
-def bench_workload_command(
-    isl: Annotated[str, typer.Option(help="Input lengths, separated by commas.")] = "512,1024,2048,4096,8192",
-    concurrency: Annotated[str, typer.Option(help="Concurrencies.")] = "1,16,64",
-    mtp: Annotated[str, typer.Option(help="Draft tokens per step.")] = "0,1,3",
-    osl: Annotated[int, typer.Option(min=1, help="Output tokens per request.")] = 500,
-    budget: Annotated[int, typer.Option(min=1, help="max_num_batched_tokens.")] = 8192,
-    spread: Annotated[float, typer.Option(help="Spread of the lengths, as a fraction.")] = 0.0,
-    acceptance: Annotated[float, typer.Option(help="Probability that a draft is accepted.")] = 0.85,
-    key: Policy = "pr47766",
-    plan_us: CostRange = None,
-    cast_us: CostRange = None,
-    clear_us_per_mb: CostRange = None,
-    costs_from: Annotated[Path | None, typer.Option(help="Take plan and cast costs from this device trace.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write a plot of the skip rates to this file.")] = None,
-    seed: Seed = 0,
-    json: Json = False,
-) -> int:
-    """What a serving workload should gain over input length, concurrency and MTP; where the cache stops helping."""
-    workload = msgspec.structs.replace(
-        Workload(), output_len=osl, max_num_batched_tokens=budget, length_spread=spread, acceptance=acceptance
-    )
-    grid = (_numbers("--isl", isl), _numbers("--concurrency", concurrency), _numbers("--mtp", mtp, least=0))
-    costs = _costs(plan_us, cast_us, clear_us_per_mb, costs_from)
-    rows = sweep(*grid, workload=workload, policy=_policy(key), costs=costs, seed=seed)
-    if svg is not None:
-        svg.write_text(skip_plot(rows))
-    if json:
-        print(msgspec.json.encode({"predictions": rows, "costs": costs}).decode())
-        return 0
-    _show_predictions(
-        rows,
-        ("input", lambda p: str(p.workload.input_len)),
-        ("concurrency", lambda p: str(p.workload.concurrency)),
-        ("MTP", lambda p: str(p.workload.mtp_depth)),
-    )
-    for line in _where_it_stops(rows):
-        print(line)
-    return 0
-
-
-def _where_it_stops(rows: list[Prediction]) -> list[str]:
-    found = []
-    for c, m in sorted({(p.workload.concurrency, p.workload.mtp_depth) for p in rows}):
-        useful = [
-            p.workload.input_len
-            for p in rows
-            if (p.workload.concurrency, p.workload.mtp_depth) == (c, m) and p.skip_rate >= USEFUL
-        ]
-        where = (
-            f"skips at least half from {min(useful)} input tokens on" if useful else "never skips half in this range"
-        )
-        found.append(f"concurrency {c}, MTP {m}: the cache {where}")
-    return found
-
-
-def _show_predictions(rows: list[Prediction], *columns: tuple[str, Callable[[Prediction], str]]) -> None:
-    names = [name for name, _ in columns]
-    table = RichTable(
-        *names, "steps", "skipped", "wrongly", "plan launches", "casts", "MB cleared a step", "saved, ms a step"
-    )
-    for p in rows:
-        low, high = p.saved_ms
-        table.add_row(
-            *(cell(p) for _, cell in columns),
-            str(p.steps),
-            f"{100 * p.skip_rate:.1f} %",
-            str(p.wrongful),
-            f"{p.steps} to {p.plan_launches}",
-            f"{p.casts_before} to 0",
-            f"{p.bytes_full / p.steps / 1e6:.3g} to {p.bytes_tail / p.steps / 1e6:.3g}",
-            f"{low:.3f} to {high:.3f}",
-        )
-    Console().print(table)
-
-
-def _costs(plan: str | None, cast_: str | None, clear: str | None, trace: Path | None) -> Costs:
-    costs = Costs() if trace is None else costs_of(read_trace(trace))
-    given = {"plan_us": plan, "cast_us": cast_, "clear_us_per_mb": clear}
-    ranges = {name: _range(name, text) for name, text in given.items() if text is not None}
-    return Costs(**({n: getattr(costs, n) for n in costs.__struct_fields__} | ranges))
-
-
-def _range(name: str, text: str) -> tuple[float, float]:
-    low, _, high = text.partition(":")
+def _try(spec: SelfTestSpec, found: list[Trial], out: Path | None) -> bool:
+    """Append the missing trials to `found` and to the file; whether the user stopped them."""
     try:
-        return float(low), float(high or low)
-    except ValueError:
-        raise ValueError(f"--{name.replace('_', '-')} is {text!r}; write LOW:HIGH or one number") from None
+        with bar("bench selftest", spec.trials, len(found)) as advance, interrupts.noted():
+            for trial in trials(spec, len(found)):
+                found.append(trial)
+                if out is not None:
+                    keep_trial(out, trial)
+                so_far = summary(spec, found)
+                alarms = f"{so_far.false_alarms} false alarms in {so_far.null_runs}"
+                advance(len(found), f"{alarms}, {so_far.detected} of {so_far.effect_runs} slowdowns detected")
+                if interrupts.requested and len(found) < spec.trials:
+                    return True
+    except KeyboardInterrupt:
+        return True
+    return False
 
 
-def _policy(key: str) -> Literal["pr42982", "pr47766"]:
-    if key not in ("pr42982", "pr47766"):
-        raise ValueError(f"--key is {key!r}; choose pr42982 or pr47766")
-    return cast(Literal["pr42982", "pr47766"], key)
-
-
-def _numbers(option: str, text: str, least: int = 1) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) >= least for part in parts):
-        raise ValueError(f"{option} is {text!r}; write integers from {least} up, separated by commas")
-    return [int(part) for part in parts]
+def _show_selftest(found: SelfTest) -> None:
+    effect, (least, median, most) = 100 * found.spec.effect, found.blocks
+    print(
+        f"{found.verdict}: {found.spec.clock} time, step {1e6 * found.step_s:.0f} us, A/A spread "
+        f"{100 * found.spread:.2f} % per block of {found.pairs} pairs, budget {median} blocks ({least} to {most})"
+    )
+    print(f"false alarms: {found.false_alarms} of {found.null_runs} (nominal 1 %, limit {found.false_alarm_limit})")
+    print(
+        f"slowdown of {effect:g} % (busy loop of {1e4 * effect * found.step_s:.1f} us): detected {found.detected} of "
+        f"{found.effect_runs}, required {found.required_power:g}"
+    )
+    if found.undetectable:
+        print(f"undetectable: for {found.undetectable} of them the budget did not suffice, as the machine was then")
+    for failure in found.failures:
+        print(failure)

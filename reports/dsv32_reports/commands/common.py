@@ -28,6 +28,7 @@ VllmPath = Annotated[
 TargetPython = Annotated[
     str | None, typer.Option("--target-python", help="Interpreter that has the target, such as that of a ROCm image.")
 ]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of inputs, orders and resampling.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
@@ -55,3 +56,11 @@ def command(function: Callable[P, int]) -> Callable[P, None]:
         raise typer.Exit(code)
 
     return run
+
+
+def numbers(option: str, text: str, least: int = 1) -> list[int]:
+    """The integers that an option lists, separated by commas; a ValueError names the option."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) >= least for part in parts):
+        raise ValueError(f"{option} is {text!r}; write integers from {least} up, separated by commas")
+    return [int(part) for part in parts]

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from dsv32_fuzz.latency.evidence import of_traces
 from dsv32_fuzz.traces.compare import TraceComparison, compare
 from dsv32_fuzz.traces.kineto import read_trace
 from dsv32_fuzz.traces.steps import StepTable, step_table
@@ -31,6 +32,9 @@ def trace(
     decode_only: Annotated[bool, typer.Option("--decode-only", help="Leave out steps with prompt tokens.")] = False,
     partial: Annotated[bool, typer.Option("--partial", help="Use what is readable of a damaged trace.")] = False,
     margin: Annotated[float, typer.Option(help="Smallest effect that matters, as a share of the step.")] = 0.01,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the evidence, every step time included, to this file.")
+    ] = None,
     json: Json = False,
 ) -> int:
     """Was the step made faster: two traces of torch.profiler or vLLM, step by step, against the claims of PR #42982.
@@ -44,6 +48,8 @@ def trace(
         return step_table(read_trace(path, partial=partial), step_marker, patterns, decode_only=decode_only)
 
     found = compare(table(before), table(after), margin)
+    if out is not None:
+        out.write_bytes(msgspec.json.encode(of_traces(found)))
     if json:
         print(msgspec.json.encode(found).decode())
     else:
