@@ -24,6 +24,7 @@ from dsv32_fuzz.checks import (
     serving,
     step_numerics,
     topk,
+    tp_agreement,
 )
 from dsv32_fuzz.checks.hygiene import BufferHygiene
 from dsv32_fuzz.checks.metadata import StepMetadata
@@ -46,6 +47,7 @@ INPUT_CHECKS: tuple[type[InputCheck[Any]], ...] = (
     *converters.CHECKS,
     *router.CHECKS,
     *router_dispatch.CHECKS,
+    *tp_agreement.CHECKS,
     *topk.CHECKS,
     *indexer.CHECKS,
     *indexer_stages.CHECKS,
