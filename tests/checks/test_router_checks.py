@@ -15,7 +15,8 @@ from dsv32_fast import packing, router
 from dsv32_fast.kernels.emulated import api
 from dsv32_fast.kernels.emulated import router as emulated
 from dsv32_fast.options import PRESETS
-from dsv32_fuzz.checks.router import DispatchInput, RouterChoice, RouterDispatch, RouterPrecision
+from dsv32_fuzz.checks.router import RouterChoice, RouterPrecision
+from dsv32_fuzz.checks.router_dispatch import DispatchInput, RouterDispatch
 from dsv32_fuzz.strategies.router import SHAPES, RouterRows
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_fuzz.verdict import Status

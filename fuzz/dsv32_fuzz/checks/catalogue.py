@@ -20,9 +20,11 @@ from dsv32_fuzz.checks import (
     moe,
     quantisers,
     router,
+    router_dispatch,
     serving,
     step_numerics,
     topk,
+    tp_agreement,
 )
 from dsv32_fuzz.checks.hygiene import BufferHygiene
 from dsv32_fuzz.checks.metadata import StepMetadata
@@ -44,6 +46,8 @@ INPUT_CHECKS: tuple[type[InputCheck[Any]], ...] = (
     *attention_invariance.CHECKS,
     *converters.CHECKS,
     *router.CHECKS,
+    *router_dispatch.CHECKS,
+    *tp_agreement.CHECKS,
     *topk.CHECKS,
     *indexer.CHECKS,
     *indexer_stages.CHECKS,

@@ -161,6 +161,16 @@ def _take_last_of_ties(call: Call) -> None:
     call["topk_ids"].scatter_(1, worst_T1, chosen_T1.int())
 
 
+def _own_part_first(_run: Any, call: Call) -> Tensor:
+    """The sum in fp32, beginning with the rank's own part."""
+    ranks = call["communicator"]
+    parts = ranks.all_gather(call["tensor"])
+    total = torch.zeros_like(parts[0], dtype=torch.float32)
+    for part in (*parts[ranks.rank :], *parts[: ranks.rank]):
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
 def _router(
     name: str, story: str, reference: str, make: Make, bugs: tuple[str, ...] = (), options: str = "baseline"
 ) -> Fault:
@@ -291,5 +301,13 @@ FAULTS: tuple[Fault, ...] = (
         writes(_weights_resorted),
         (),
         "pr47766",
+    ),
+    Fault(
+        name="router_own_part_first",
+        area="router",
+        story="each tensor-parallel rank adds up the partial sums from its own on, so the ranks route by other bits",
+        reference="AITER #4415: every rank chooses by itself, so it must choose from the same bits as all others",
+        bugs=("Z52",),
+        patches=(Patch(where="dsv32_fast.parallel.communicator", name="all_sum", make=around(_own_part_first)),),
     ),
 )
