@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 STEPS, STEPS_AT_TRUE_WIDTHS = 50, 20
 """Of the schedule; at the shapes of real kernels a row costs a hundred times as much."""
+KEPT_AT_TRUE_WIDTHS = 2
+"""Recordings held at a time: there each takes more than a gigabyte."""
 
 
 @pytest.fixture(params=["emulated", "mounted"])
@@ -52,16 +54,21 @@ def reference(events: list[Event]) -> list[Values]:
 
 @pytest.fixture(scope="session")
 def recorded(events: list[Event], reference: list[Values]) -> Recorded:
-    """The whole schedule under forced decisions, run once per argument; do not change what it returns."""
+    """The whole schedule under forced decisions, run once per argument while it is kept; do not change what it returns."""
     from fast_worlds import KERNELS, PATH, path, record
 
     kept: dict[tuple[bool, Options, PathConfig], tuple[Recording, BuildCounts]] = {}
 
     def run(kernels: Kernels, options: Options, sizes: PathConfig = PATH) -> tuple[Recording, BuildCounts]:
         key = kernels is KERNELS, options, sizes
-        if key not in kept:
+        found = kept.pop(key, None)
+        if current().limits.defined:
+            while len(kept) >= KEPT_AT_TRUE_WIDTHS:
+                del kept[next(iter(kept))]
+        if found is None:
             made = path(options, kernels, sizes=sizes)
-            kept[key] = record(made, events, reference), made.builder.counts
-        return kept[key]
+            found = record(made, events, reference), made.builder.counts
+        kept[key] = found  # the latest at the end
+        return found
 
     return run

@@ -201,15 +201,20 @@ def test_the_gate_may_store_bf16_and_widen_it(events: list[Event], reference: li
     "stage", ["latent", "index_q", "attn_q", "attn_z", "attn_out", "gate_logits", "ffn_out", "residual"]
 )
 def test_a_wrong_stage_is_seen(stage: str, recorded: Recorded) -> None:
-    """The comparison itself: one element of one row off by a sixteenth of the stage's largest value."""
+    """The comparison itself: one element off by a sixteenth of the stage's largest value, or by four times its bound.
+
+    The latter where it is more. A bound is a worst case, so it grows with the width where the typical error grows with
+    its root: of `attn_q`, two products in a row, it admits a sixteenth at the widths of real kernels.
+    """
     whole, _ = recorded(KERNELS, Options())
-    rec = replace(whole, steps=[dict(step) for step in whole.steps[:6]])  # all within their bounds, see above
-    value = rec.steps[3][stage, MOE_LAYER]
+    rec = replace(whole, steps=[dict(whole.steps[3])])  # within its bounds, see above
+    value = rec.steps[0][stage, MOE_LAYER]
+    bound = next(each for name, _, each in values(rec) if name == f"{stage} {MOE_LAYER}")
     spoilt = value.clone().float()
-    spoilt[0].view(-1)[0] += value.float().abs().max() / 16
+    spoilt[0].view(-1)[0] += max(float(value.float().abs().max()) / 16, 4 * float(bound.err[0].view(-1)[0]))
     if stage == "index_q":  # stays e4m3 and so must move by more
         spoilt[0].view(-1)[0] = -448.0 if value[0].view(-1)[0] > 0 else 448.0
-    rec.steps[3][stage, MOE_LAYER] = spoilt.to(value.dtype)
+    rec.steps[0][stage, MOE_LAYER] = spoilt.to(value.dtype)
     with pytest.raises(AssertionError, match=stage):
         assert_within_bounds(rec)
 

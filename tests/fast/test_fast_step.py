@@ -22,8 +22,9 @@ from dsv32_ref.moe import MoeWeights
 from dsv32_ref.state import Model, State
 from dsv32_ref.weights import Weights, assemble, synthetic
 
-pytestmark = pytest.mark.admits(Admits(topk=16))
-"""Sizes and messages of the small world: what the host does around the kernels is under test here."""
+of_the_small_world = pytest.mark.admits(Admits(topk=16))
+"""For sizes and messages that are those of the small world."""
+SLOTS = 4 * PATH.page_size
 DEEP = Config(
     vocab_size=16,
     dim=16,
@@ -51,6 +52,7 @@ def _deep() -> Weights:
     return assemble(DEEP, synthetic(DEEP, 0))
 
 
+@of_the_small_world
 @pytest.mark.parametrize(("logits", "casts"), [("fp32", 58), ("bf16", 0)])
 @pytest.mark.parametrize("gemm", ["fp32", "bf16"])
 def test_router_casts_per_step(logits: Literal["fp32", "bf16"], casts: int, gemm: Literal["fp32", "bf16"]) -> None:
@@ -73,7 +75,7 @@ def test_padding_rows_are_not_seen_and_do_not_act(kernels: Kernels) -> None:
     for padded in (0, 8):
         values: dict[tuple[str, int], Tensor] = {}
         run = path(Options(), kernels)
-        run.decode(run.new_state(64), {0: (1, 2, 3), 1: (4,)}, padded_rows=padded, tap=_keep(values))
+        run.decode(run.new_state(SLOTS), {0: (1, 2, 3), 1: (4,)}, padded_rows=padded, tap=_keep(values))
         seen[padded] = values
     for (stage, layer), value in seen[0].items():
         assert value.shape == seen[8][stage, layer].shape, stage
@@ -93,10 +95,10 @@ def _keep(values: dict[tuple[str, int], Tensor]) -> Callable[[str, int, Tensor],
 def test_stages_are_those_of_the_reference_in_its_order() -> None:
     ours: dict[tuple[str, int], Tensor] = {}
     run = path(Options(), KERNELS)
-    run.decode(run.new_state(64), {0: (1, 2, 3)}, tap=_keep(ours))
+    run.decode(run.new_state(SLOTS), {0: (1, 2, 3)}, tap=_keep(ours))
     trace = reference.Trace()
     model = Model(config=SMALL, weights=weights())
-    reference.decode(model, State(model, 64), {0: (1, 2, 3)}, tap=trace)
+    reference.decode(model, State(model, SLOTS), {0: (1, 2, 3)}, tap=trace)
     assert {stage for stage, _ in ours} == set(STAGES)
     common = [stage for stage in reference.STAGES if stage in STAGES]
     assert [stage for stage in STAGES if stage in common] == common
@@ -111,7 +113,7 @@ def test_a_prompt_in_chunks_leaves_the_same_caches(kernels: Kernels, chunk: int)
     """Layer 0 caches what the token and its position say, however the prompt is cut (17: one step, gathered keys)."""
     prompt = tuple(range(1, 18))
     whole, cut = path(Options(), kernels), path(Options(), kernels)
-    states = whole.new_state(64), cut.new_state(64)
+    states = whole.new_state(SLOTS), cut.new_state(SLOTS)
     for token in prompt:
         whole.decode(states[0], {0: (token,)})
     for start in range(0, len(prompt), chunk):
@@ -128,7 +130,7 @@ def test_steps_with_little_or_nothing_in_them(
 ) -> None:
     """Idle steps and idle requests (as a data-parallel rank has them) leave the caches alone and give NaN logits."""
     run = path(Options(), kernels)
-    state = run.new_state(64)
+    state = run.new_state(SLOTS)
     run.decode(state, {0: (1, 2, 3)})
     slots = state.slots(0)
     before = state.latent[0].flatten(0, 1)[slots].clone()
@@ -147,7 +149,7 @@ def test_a_stage_can_be_replaced(kernels: Kernels) -> None:
 
     values: dict[tuple[str, int], Tensor] = {}
     run = path(Options(), kernels)
-    out = run.decode(run.new_state(64), {0: (1, 2)}, tap=lambda *stage: _keep(values)(*stage[:2], tap(*stage)))
+    out = run.decode(run.new_state(SLOTS), {0: (1, 2)}, tap=lambda *stage: _keep(values)(*stage[:2], tap(*stage)))
     residual_TM = values["residual", 1].float()
     norm_TM = residual_TM * (residual_TM.square().mean(-1, keepdim=True) + SMALL.norm_eps).rsqrt() * weights().norm
     torch.testing.assert_close(out.final_norm.float(), norm_TM, rtol=2.0**-8, atol=0)
@@ -164,6 +166,7 @@ def _run(tokens: dict[int, tuple[int, ...]], slots: int = 64, **arguments: int) 
         assert (state.tokens, state.pages, state.free) == before, "an error changed the state"
 
 
+@of_the_small_world
 @pytest.mark.parametrize(
     ("tokens", "arguments", "message"),
     [
@@ -182,6 +185,7 @@ def test_bad_steps_are_refused_and_change_nothing(
         _run(tokens, **arguments)
 
 
+@of_the_small_world
 def test_a_sequence_beyond_the_model_is_refused() -> None:
     run = path(Options(), KERNELS)
     state = run.new_state(512)
@@ -191,6 +195,7 @@ def test_a_sequence_beyond_the_model_is_refused() -> None:
         run.decode(state, {0: (1,) * 60})
 
 
+@of_the_small_world
 def test_other_bad_input_is_refused() -> None:
     run = path(Options(), KERNELS)
     with pytest.raises(ValueError, match=r"tap: attn_in of layer 0 is \(1, 3\); give \(2, 128\)"):
