@@ -126,7 +126,8 @@ class MetadataBuilder:
         self.num_heads = max(MIN_HEADS, config.num_heads)
 
         def zeros(size: int) -> torch.Tensor:
-            return torch.zeros(size, dtype=torch.int32, device=self.device)
+            # Through NumPy: on the CPU its zeros cost no memory and no time until a step reaches them.
+            return torch.from_numpy(np.zeros(size, np.int32)).to(self.device)
 
         # Zeros, not empty: with tail-only clears nothing else ever writes the part beyond the first steps' extent.
         self.req_id_per_token_N = zeros(N)

@@ -81,7 +81,7 @@ def consumer_view(plan: PlanBuffers) -> ConsumerView:
     Counts that point outside a buffer (a plan that nobody wrote) are clamped to it.
     """
     work_indptr, works, reduce_indptr, final_map, partials = (b.cpu().numpy() for b in plan[1:])
-    split = np.flatnonzero(np.diff(reduce_indptr) > 0)
+    split = np.flatnonzero(reduce_indptr[1:] > reduce_indptr[:-1])
     return ConsumerView(
         work_indptr=work_indptr,
         work_info_set=works[: _end(work_indptr)],

@@ -86,9 +86,9 @@ def check_plan(
         sizes = np.zeros(len(works), np.int64)
         plain = kv_begins is None and q_per_token == 1
         count = walk.check_cover(
-            table, count, works, order, qo, begins, np.diff(kv), sizes, q_per_token, causal, page_size, plain
+            table, count, works, order, qo, begins, kv[1:] - kv[:-1], sizes, q_per_token, causal, page_size, plain
         )
-        longest = max_seqlen_qo if max_seqlen_qo is not None else int(np.diff(qo).max(initial=1))
+        longest = max_seqlen_qo if max_seqlen_qo is not None else int((qo[1:] - qo[:-1]).max(initial=1))
         owner = np.full(len(partial_map) * longest, -1, np.int64)
         count = walk.check_reduce(table, count, works, sizes, owner, reduce_indptr, final_map, partial_map)
     return [

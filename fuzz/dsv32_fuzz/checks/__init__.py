@@ -10,7 +10,10 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
+
+import numpy as np
 
 from dsv32_fast.batch import StepBatch
 from dsv32_fuzz.case import Case, Dims
@@ -36,6 +39,20 @@ class Observation:
     target: StepRecord
     twin: StepRecord
     kv_lens_T: IntArray
+
+    @cached_property
+    def kv_indptr(self) -> IntArray:
+        """Row pointers that the oracle expects, int32 [T + 1]."""
+        indptr_T1 = np.zeros(len(self.kv_lens_T) + 1, np.int32)
+        np.cumsum(self.kv_lens_T, out=indptr_T1[1:])
+        return indptr_T1
+
+    @cached_property
+    def req_ids(self) -> IntArray:
+        """Request of each row, 0 for padding, int32 [T]."""
+        ids_T = np.zeros(self.step.num_tokens, np.int32)
+        ids_T[: self.step.num_query_tokens] = np.repeat(np.arange(len(self.step.query_lens)), self.step.query_lens)
+        return ids_T
 
 
 class Check(ABC):

@@ -32,10 +32,9 @@ class BufferHygiene(Check):
         self.measured["shrinks"] += extent < self._dirty_indices or live < self._dirty_req_ids
         self._scan(seen, "paged_kv_indices", record.kv_indices_NK[extent : self._dirty_indices], extent)
         self._scan(seen, "req_id_per_token", record.req_ids_N[live : max(self._dirty_req_ids, rows)], live)
-        expected_ids = np.repeat(np.arange(len(step.query_lens), dtype=np.int32), step.query_lens)
-        if not np.array_equal(record.req_ids_N[:live], expected_ids):
+        if not np.array_equal(record.req_ids_N[:live], seen.req_ids[:live]):
             self.violation(seen, "req_id_per_token: a live row names another request")
-        total = int(seen.kv_lens_T.sum())
+        total = int(seen.kv_indptr[-1])
         if (record.kv_indptr_N1[rows:] != total).any() or record.kv_indptr_N1[0] != 0:
             self.violation(seen, f"paged_kv_indptr: the tail is not the total of {total}, so a padded row has a length")
         record.kv_indices_NK[:total] = 1  # any slot but 0, which would look like a cleared entry

@@ -33,11 +33,8 @@ class StepMetadata(Check):
         ):
             if found != expected:
                 self.violation(seen, f"{name}: {found} where {expected} was to be expected")
-        ids = np.zeros(rows, np.int32)
-        ids[: step.num_query_tokens] = np.repeat(np.arange(len(step.query_lens)), step.query_lens)
-        self._values(seen, "req_id_per_token", metadata.req_id_per_token_T, ids)
-        indptr = np.concatenate(([0], np.cumsum(seen.kv_lens_T))).astype(np.int32)
-        self._values(seen, "paged_kv_indptr", metadata.paged_kv_indptr_T1, indptr)
+        self._values(seen, "req_id_per_token", metadata.req_id_per_token_T, seen.req_ids)
+        self._values(seen, "paged_kv_indptr", metadata.paged_kv_indptr_T1, seen.kv_indptr)
         self._values(seen, "qo_indptr", metadata.qo_indptr_T1, np.arange(rows + 1, dtype=np.int32))
         self._values(seen, "paged_kv_last_page_len", metadata.paged_kv_last_page_len_T, np.ones(rows, np.int32))
         self._address(seen, "paged_kv_indices", metadata.paged_kv_indices)

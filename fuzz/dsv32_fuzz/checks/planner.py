@@ -114,9 +114,8 @@ class PlanCoverage(Check):
         """Holds the plan that the target would hand to the kernel against this step's rows."""
         if not seen.target.persistent:
             return
-        kv_indptr_T1 = np.concatenate(([0], np.cumsum(seen.kv_lens_T))).astype(np.int32)
         self.measured["rows"] += len(seen.kv_lens_T)
-        found = check_plan(seen.target.plan, kv_indptr_T1)
+        found = check_plan(seen.target.plan, seen.kv_indptr)
         wrong = [violation for violation in found if violation.what != ZERO_LENGTH]
         # Only padding rows are empty, and AITER's parallel planner gives some of them no work: its own behaviour.
         self.measured["padding_rows_without_work"] += len(found) - len(wrong)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
 from dsv32_fast.batch import StepBatch
@@ -37,11 +36,13 @@ class RecordingKernels:
 
     kernels: PlannerKernels
     _last: PlannerInput | None = None
-    _signature: inspect.Signature = field(init=False)
+    _names: tuple[str, ...] = field(init=False)
+    _scalars: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Read the signature once; binding a call to it names its positional arguments."""
-        self._signature = inspect.signature(self.kernels.get_mla_metadata_v1)
+        """Read the planner's parameter names once, in order: they name the positional arguments of a call."""
+        self._names = tuple(inspect.signature(self.kernels.get_mla_metadata_v1).parameters)
+        self._scalars = tuple(name for name in self._names if name not in _TENSORS and name not in _BUFFERS)
 
     def get_mla_metadata_info_v1(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, torch.dtype], ...]:
         """Passed on unchanged."""
@@ -49,10 +50,11 @@ class RecordingKernels:
 
     def get_mla_metadata_v1(self, *args: Any, **kwargs: Any) -> None:
         """Record the input, then plan."""
-        arguments = self._signature.bind(*args, **kwargs).arguments
+        arguments = dict(zip(self._names, args, strict=False)) | kwargs
         qo_indptr, kv_indptr, last_page_lens = (arguments[name].cpu().numpy() for name in _TENSORS)
-        scalars = tuple((k, v) for k, v in arguments.items() if k not in _TENSORS and k not in _BUFFERS)
-        self._last = PlannerInput(np.diff(kv_indptr), np.diff(qo_indptr), last_page_lens.copy(), scalars)
+        scalars = tuple([(name, arguments[name]) for name in self._scalars if name in arguments])
+        kv_lens, qo_lens = kv_indptr[1:] - kv_indptr[:-1], qo_indptr[1:] - qo_indptr[:-1]
+        self._last = PlannerInput(kv_lens, qo_lens, last_page_lens.copy(), scalars)
         self.kernels.get_mla_metadata_v1(*args, **kwargs)
 
     def take(self) -> PlannerInput | None:
