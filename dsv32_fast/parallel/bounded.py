@@ -15,8 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-U32, U16 = 2.0**-24, 2.0**-8
-"""Unit roundoffs of fp32 and bf16."""
+U32, U16, U8 = 2.0**-24, 2.0**-8, 2.0**-4
+"""Unit roundoffs of fp32, bf16 and e4m3."""
+TINY8, LARGEST8 = 2.0**-10, 448.0
+"""Half of e4m3's smallest step, and its largest value."""
 SILU_SLOPE = 1.1
 """Largest slope of x sigmoid(x): 1.0998 at x = 2.4."""
 
@@ -41,6 +43,15 @@ class Bounded:
     def stored(self) -> Bounded:
         """Rounded to bf16."""
         return Bounded(self.value, self.err + U16 * self.reach)
+
+    def quantised(self, scale: float) -> Bounded:
+        """e4m3 with a given fp32 scale, dequantised; what lies beyond 448 scales is lost.
+
+        The reciprocal, two products and a rounding to fp32 of the result are four roundings at most.
+        """
+        high = self.reach / scale * (1 + gamma(4))
+        step = U8 * high.clamp(max=LARGEST8) + TINY8 + (high - LARGEST8).clamp(min=0)
+        return Bounded(self.value, self.err + scale * step + gamma(4) * self.reach)
 
     def linear(self, weight_ON: Tensor) -> Bounded:
         """x W^T with N-term fp32 sums in any order; weights [..., O, N] are broadcast over leading axes."""
@@ -102,21 +113,30 @@ def turned(x: Bounded, cos: Tensor, sin: Tensor) -> Bounded:
     return Bounded(value, err + gamma(2) * terms.flatten(-2)).stored()
 
 
-def attended(q_HD: Tensor, kv_KD: Tensor, latent: int, scale: float) -> Bounded:
-    """Decode attention of one row [H, C], by a kernel that keeps fp32 scores and rounds P to bf16.
+def attended(q_HD: Tensor, kv_KD: Tensor, latent: int, scale: float, *, fp8: bool = False) -> Bounded:
+    """Decode attention of one row [H, C], by a kernel that keeps fp32 scores and rounds P to bf16, or to e4m3.
 
     A score is off by at most delta = gamma(D + 1) scale sum |q k|, and so is the maximum. An unnormalised probability
     therefore has relative error e = expm1(2 delta + 4 u + u spread) (exponential two roundings, difference one, u of
     its argument), its sum e + gamma(K), its rounding to bf16 U16, its product with V gamma(K), the division and scaling
     three. Splits, at most K of them, are merged with weights exp(lse_i - lse), each lse off by
     eta = delta + e + gamma(K + 4) + 2 u |lse|: a factor exp(2 eta) (1 + gamma(K + 4)). All relative to sum p |v|.
+
+    With `fp8`, q and kv are the dequantised values. Their two scales are multiplied into the scores, and q was rounded
+    when it was dequantised: gamma(D + 4). The scale of V costs one more rounding. P of at most 1 is rounded to e4m3,
+    U8 of it or half of the smallest step; the latter is TINY8 of the largest probability of its split, which is at most
+    the largest of the row.
     """
     q, kv = q_HD.double(), kv_KD.double()
     K, D = kv.shape
     scores = q @ kv.T * scale
     p, v = scores.softmax(-1), kv[:, :latent]
-    delta = gamma(D + 1) * scale * (q.abs() @ kv.abs().T).amax(-1)
+    delta = gamma(D + (4 if fp8 else 1)) * scale * (q.abs() @ kv.abs().T).amax(-1)
     e = torch.expm1(2 * delta + 4 * U32 + U32 * (scores.amax(-1) - scores.amin(-1)))
     eta = delta + e + gamma(K + 4) + 2 * U32 * scores.logsumexp(-1).abs()
-    factor = (1 + e) * (1 + U16) * (1 + gamma(K + 3)) / (1 - e - gamma(K)) * torch.exp(2 * eta) * (1 + gamma(K + 4))
-    return Bounded(p @ v, (factor - 1)[:, None] * (p @ v.abs())).stored()
+    others = (1 + e) * (1 + gamma(K + (4 if fp8 else 3))) / (1 - e - gamma(K))
+    others = others * torch.exp(2 * eta) * (1 + gamma(K + 4))
+    err = (others * (1 + (U8 if fp8 else U16)) - 1)[:, None] * (p @ v.abs())
+    if fp8:
+        err = err + (others * TINY8 * p.amax(-1))[:, None] * v.abs().sum(0)
+    return Bounded(p @ v, err).stored()

@@ -107,20 +107,21 @@ class Comparison:
         cos, sin = (part[:, None] for part in table)
         pe_THR = turned(Bounded(q_THX.value[..., N:], q_THX.err[..., N:]), cos, sin)
         joined = ((qa_HTC.value, pe_THR.value), (qa_HTC.err, pe_THR.err))
-        return Bounded(*(torch.cat([qa.transpose(0, 1), pe], -1) for qa, pe in joined))
+        q_THD = Bounded(*(torch.cat([qa.transpose(0, 1), pe], -1) for qa, pe in joined))
+        scales = self.path.scales
+        return q_THD if scales is None else q_THD.quantised(scales.q.item())
 
     def _attended(self, q_THD: Tensor, layer: int) -> Bounded:
         """What each row's gather list, just filled for this layer, gives."""
-        builder, config = self.path.builder, self.path.config
-        kv = self.state.latent[layer].view(-1, config.latent_dim)
+        builder, config, scales = self.path.builder, self.path.config, self.path.scales
+        cache = self.state.latent[layer].view(-1, config.latent_dim)
+        kv = cache.view(torch.uint8) if scales is not None else cache  # torch indexes no fp8
         ends = builder.paged_kv_indptr_N1.tolist()
-        rows = [
-            attended(
-                q_HD, kv[builder.paged_kv_indices_NK[ends[t] : ends[t + 1]].long()],
-                config.kv_lora_rank, config.softmax_scale,
-            )
-            for t, q_HD in enumerate(q_THD)
-        ]  # fmt: skip
+        rows = []
+        for t, q_HD in enumerate(q_THD):
+            kv_KD = kv[builder.paged_kv_indices_NK[ends[t] : ends[t + 1]].long()].view(cache.dtype).double()
+            kv_KD = kv_KD if scales is None else kv_KD * scales.kv.double()
+            rows.append(attended(q_HD, kv_KD, config.kv_lora_rank, config.softmax_scale, fp8=scales is not None))
         return _stack(rows)
 
 

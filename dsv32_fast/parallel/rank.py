@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -56,12 +57,16 @@ def emulated(rank: int) -> Kernels:  # noqa: ARG001 - all ranks have the same ke
     return api
 
 
+Q_SCALE, KV_SCALE = 0.13, 0.11
+"""With an fp8 cache; no powers of two, so that a scale that is lost or applied twice shows."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TpSpec:
     """One tensor-parallel run.
 
     Raises:
-        ValueError: a world that does not divide the model, or a count that is not positive.
+        ValueError: a world that does not divide the model, a count that is not positive, or an unknown `kv_cache`.
     """
 
     world: int
@@ -71,6 +76,8 @@ class TpSpec:
     """Decode steps after the prompts; in the third, request 0 verifies a draft."""
     seed: int = 0
     options: Options = PRESETS["pr47766"]
+    kv_cache: Literal["bf16", "fp8"] = "bf16"
+    """fp8 makes the queries and the kernel's probabilities fp8 too; their scales are `Q_SCALE` and `KV_SCALE`."""
     config: Config = SMALL
     """On real kernels: 512 + 64 latent dimensions and an index_topk that is a multiple of 128."""
     kernels: Callable[[int], Kernels] = emulated
@@ -84,6 +91,7 @@ class TpSpec:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give a positive number")
         padded_heads(shard_config(self.config, self.world).n_heads)
+        _sizes(self)
 
     @property
     def heads(self) -> int:
@@ -160,7 +168,13 @@ def run_rank(communicator: Communicator, spec: TpSpec) -> RankReport:
 
 
 def _sizes(spec: TpSpec) -> PathConfig:
-    return PathConfig(max_num_batched_tokens=spec.rows * (spec.config.index_topk + 8), page_size=16)
+    return PathConfig(
+        max_num_batched_tokens=spec.rows * (spec.config.index_topk + 8),
+        page_size=16,
+        kv_cache=spec.kv_cache,
+        q_scale=Q_SCALE,
+        kv_scale=KV_SCALE,
+    )
 
 
 def _slots(spec: TpSpec) -> int:
@@ -201,7 +215,8 @@ class _Run:
         logits = self._path.decode(self._state, tokens, tap=self._tap).logits
         if self._path.builder.counts.plan_launches == launches:
             rows = sum(len(ids) for ids in tokens.values())
-            read = uses_persistent_kernel(torch.bfloat16, torch.bfloat16, self.spec.heads, 1, rows, None)
+            dtype = self._path.path.kv_dtype
+            read = uses_persistent_kernel(dtype, dtype, self.spec.heads, 1, rows, None)
             self.reused = self.reused[0] + read, self.reused[1] + (not read)
         return logits
 

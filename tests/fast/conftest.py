@@ -54,7 +54,7 @@ def reference(events: list[Event]) -> list[Values]:
 
 @pytest.fixture(scope="session")
 def recorded(events: list[Event], reference: list[Values]) -> Recorded:
-    """The whole schedule under forced decisions, run once per argument while it is kept; do not change what it returns."""
+    """The whole schedule under forced decisions, run once per argument while kept; do not change what it returns."""
     from fast_worlds import KERNELS, PATH, path, record
 
     kept: dict[tuple[bool, Options, PathConfig], tuple[Recording, BuildCounts]] = {}

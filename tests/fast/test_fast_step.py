@@ -24,6 +24,8 @@ from dsv32_ref.weights import Weights, assemble, synthetic
 
 of_the_small_world = pytest.mark.admits(Admits(topk=16))
 """For sizes and messages that are those of the small world."""
+bits_of_a_row = pytest.mark.admits(Admits(emulation="bits of a product may depend on the number of its rows"))
+"""In the small world they do not; at larger widths BLAS cuts the sums otherwise for other numbers of rows."""
 SLOTS = 4 * PATH.page_size
 DEEP = Config(
     vocab_size=16,
@@ -66,6 +68,7 @@ def test_router_casts_per_step(logits: Literal["fp32", "bf16"], casts: int, gemm
         assert run.casts.bf16_to_fp32 == step * casts
 
 
+@bits_of_a_row
 def test_padding_rows_are_not_seen_and_do_not_act(kernels: Kernels) -> None:
     """Stages hold live rows only, whatever NaN the padding rows carry; up to the attention they are equal bit for bit.
 
@@ -108,6 +111,7 @@ def test_stages_are_those_of_the_reference_in_its_order() -> None:
             assert ours[stage, layer].shape == trace.values[stage, layer].shape, stage
 
 
+@bits_of_a_row
 @pytest.mark.parametrize("chunk", [3, 5, 17])
 def test_a_prompt_in_chunks_leaves_the_same_caches(kernels: Kernels, chunk: int) -> None:
     """Layer 0 caches what the token and its position say, however the prompt is cut (17: one step, gathered keys)."""

@@ -10,8 +10,10 @@ from kernel_worlds import REFUSALS, U16, U32, admits
 from under_test import mla_reduce_v1
 
 from dsv32_fast.kernels.emulated.memory import OutOfBoundsError
+from dsv32_fast.kernels.selection import current
 
 INF, NAN = math.inf, math.nan
+HEADS, LATENT = current().limits.smallest("heads", 1), current().limits.smallest("latent", 1)
 
 
 def reduce(outputs, lses, counts, final_map=None, partial_map=None):
@@ -27,13 +29,14 @@ def reduce(outputs, lses, counts, final_map=None, partial_map=None):
     return final, lse
 
 
-@admits(heads=1, latent=1)
 @pytest.mark.parametrize("counts", [[2], [3, 0, 2], [4, 1, 64], [5, 3]])
 def test_merge_is_the_weighted_mean(counts):
     """fp32 merge: weights within exp(2 u (|lse| + |L| + 2)) - 1, sum of n terms n u; then one rounding to bf16."""
     generator = torch.Generator().manual_seed(0)
     total = sum(counts)
-    outputs, lses = torch.randn(total, 2, 8, generator=generator), 3 * torch.randn(total, 2, generator=generator)
+    heads, latent = max(HEADS, 2), max(LATENT, 8)
+    outputs = torch.randn(total, heads, latent, generator=generator)
+    lses = 3 * torch.randn(total, heads, generator=generator)
     final, lse = reduce(outputs, lses, counts)
     start = 0
     for tile, count in enumerate(counts):
@@ -50,26 +53,31 @@ def test_merge_is_the_weighted_mean(counts):
         assert ((lse[tile].double() - logs.logsumexp(0)).abs() <= unit + U32 * logs.logsumexp(0).abs()).all()
 
 
-@admits(heads=1, latent=1)
 def test_tiles_of_several_rows_follow_their_maps():
-    outputs = torch.arange(8.0).view(8, 1, 1)
-    final, _ = reduce(outputs, torch.zeros(8, 1), [0, 2], [[-9, -9], [1, 4]], [5, 1])
-    assert final.flatten().tolist() == [768, 3, 4, 5]  # rows 1.. merge partial rows 5 + r and 1 + r
+    final, _ = reduce(everywhere(range(8)), torch.zeros(8, HEADS), [0, 2], [[-9, -9], [1, 4]], [5, 1])
+    assert torch.equal(final.float(), everywhere([768, 3, 4, 5]))  # rows 1.. merge partial rows 5 + r and 1 + r
+
+
+def everywhere(values):
+    """One value a row, [rows, HEADS, LATENT]."""
+    return torch.tensor(list(values), dtype=torch.float32)[:, None, None].repeat(1, HEADS, LATENT)
 
 
 def case(lses, outputs):
-    final, lse = reduce(torch.tensor(outputs).view(-1, 1, 1), torch.tensor(lses).view(-1, 1), [len(lses)])
-    return final.item(), lse.item()
+    """Output and LSE of one merged row; all heads and dims have the same."""
+    final, lse = reduce(everywhere(outputs), torch.tensor(lses)[:, None].repeat(1, HEADS), [len(lses)])
+    for merged in (final, lse):
+        assert torch.equal(merged.isnan(), merged.isnan()[..., :1].expand_as(merged))
+        assert merged.nan_to_num().unique().numel() == 1
+    return final.flatten()[0].item(), lse.flatten()[0].item()
 
 
-@admits(heads=1, latent=1)
 def test_empty_partials_of_weight_zero():
     assert case([0.0, -INF], [1.0, 5.0]) == (1.0, 0.0)
     assert case([-INF, 0.0], [5.0, 1.0]) == (1.0, 0.0)
     assert case([0.0, -INF, -INF, -INF], [1.0, 5.0, 5.0, 5.0]) == (1.0, 0.0)
 
 
-@admits(heads=1, latent=1)
 @pytest.mark.parametrize("count", [2, 4])
 def test_nan_partial_poisons_its_row(count):
     """aiter#4420 (not merged): a NaN output of weight 0 should be ignored; the kernel multiplies it instead."""
@@ -78,7 +86,6 @@ def test_nan_partial_poisons_its_row(count):
     assert lse == 0.0
 
 
-@admits(heads=1, latent=1)
 def test_nan_lse_poisons_its_row():
     for count in (2, 4):
         output, lse = case([0.0] * (count - 1) + [NAN], [1.0] * count)
@@ -86,7 +93,6 @@ def test_nan_lse_poisons_its_row():
         assert lse == INF
 
 
-@admits(heads=1, latent=1)
 def test_all_empty_row():
     """aiter#4420: 0 and -inf would be right; the online path gives NaN, the two-pass path 0, and both +inf as LSE."""
     online, two_pass = case([-INF, -INF], [1.0, 1.0]), case([-INF] * 4, [1.0] * 4)

@@ -88,15 +88,15 @@ def test_the_plan_points_to_the_copies() -> None:
 
 
 def test_a_session_counts_what_it_leaves_out() -> None:
-    """One file on the mounted emulation: the tests of the reducer fix one head, so all are left out, and counted."""
+    """Two files on the mounted emulation; what fixes another topk is left out, and counted by reason."""
     root = Path(__file__).resolve().parents[2]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (root, root / "fuzz", root / "reports")))}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--kernels", "aiter"]
-    command += ["tests/kernels/test_emulated_mla_reduce.py", "tests/kernels/test_emulated_indexer.py"]
+    command += ["tests/kernels/test_emulated_topk.py", "tests/kernels/test_emulated_indexer.py"]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert "left out by the kernels: aiter (the mounted emulation)" in done.stdout
-    assert "   10  heads 1: real kernels take 16, 32, ..., 128" in done.stdout
+    assert "    4  topk 4: real kernels take 128, 256, ..., 2048" in done.stdout
     assert "    2  only the emulation: bad arguments, which a GPU need not refuse" in done.stdout
 
 

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from dsv32_fast.kernels.emulated import api
-from dsv32_fast.parallel.rank import SMALL
+from dsv32_fast.parallel.rank import KV_SCALE, SMALL
 
 TINY = SMALL.replace(n_heads=32, index_topk=8)
 """Two ranks have 16 heads each, where AITER ignores the plan from 32 rows on."""
@@ -58,6 +58,15 @@ def attention_scaled(rank: int) -> Any:
 
     def defect(result: Any, q: Any, kv: Any, o: Any, *rest: Any) -> None:
         o.mul_(1.05)
+
+    return Wrong("mla_decode_fwd", defect) if rank else api
+
+
+def value_scale_lost(rank: int) -> Any:
+    """Rank 1 forgets the scale of an fp8 V."""
+
+    def defect(result: Any, q: Any, kv: Any, o: Any, *rest: Any) -> None:
+        o.div_(KV_SCALE)
 
     return Wrong("mla_decode_fwd", defect) if rank else api
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dsv32_fast.kernels.emulated.attention import mla_decode_fwd
+from dsv32_fast.layers import quantise_static
 from dsv32_fast.parallel.bounded import attended, exact, gated, summed, total, turned, weighted
 
 SEEDS = range(8)
@@ -89,3 +90,31 @@ def test_attention_kernel(seed, keys):
     assert within(out[0], bound) <= 1
     if keys > 1:  # one key less is outside
         assert within(out[0], attended(q[0], kv[1:, 0, 0], 16, 0.3)) > 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_static_quantisation(seed):
+    """Small, ordinary and saturated values; another scale is outside."""
+    x, scale = drawn(seed, 4, 64).float() * torch.tensor([1e-4, 0.1, 10.0, 300.0])[:, None], 0.13
+    computed = quantise_static(x, torch.tensor([scale])).float() * scale
+    assert int((computed.abs() > 448 * scale * 0.999).sum()) > 0
+    assert within(computed, exact(x).quantised(scale)) <= 1
+    assert within(computed * 1.2, exact(x).quantised(scale)) > 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("keys", [1, 7, 64])
+def test_attention_kernel_over_an_fp8_cache(seed, keys):
+    scales = torch.tensor([0.13]), torch.tensor([0.11])
+    q, kv = quantise_static(drawn(seed, 1, 16, 24), scales[0]), quantise_static(drawn(seed, keys, 1, 1, 24), scales[1])
+    out = torch.zeros(1, 16, 16, dtype=torch.bfloat16)
+    indptr = torch.tensor([0, keys], dtype=torch.int32)
+    arguments = (torch.tensor([0, 1], dtype=torch.int32), indptr, torch.arange(keys, dtype=torch.int32))
+    lengths = torch.ones(1, dtype=torch.int32)
+    mla_decode_fwd(q, kv, out, *arguments, lengths, 1, sm_scale=0.3, q_scale=scales[0], kv_scale=scales[1])
+    q_HD, kv_KD = q[0].float() * scales[0], kv[:, 0, 0].double() * scales[1].double()
+    bound = attended(q_HD, kv_KD, 16, 0.3, fp8=True)
+    assert within(out[0], bound) <= 1
+    assert within(out[0] / 0.11, bound) > 1
+    if keys == 7:  # one key less is outside
+        assert within(out[0], attended(q_HD, kv_KD[1:], 16, 0.3, fp8=True)) > 1

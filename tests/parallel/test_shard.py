@@ -75,6 +75,7 @@ def test_heads_of_the_real_model():
         ({"world": 2, "config": SMALL.replace(n_heads=12)}, "6 heads on a rank do not divide 16"),
         ({"world": 1, "rows": 0}, "rows is 0"),
         ({"world": 1, "steps": -1}, "steps is -1"),
+        ({"world": 1, "kv_cache": "fp16"}, "kv_cache 'fp16': choose bf16 or fp8"),
     ],
 )
 def test_bad_specs(change, message):

@@ -18,6 +18,7 @@ from parallel_worlds import (
     router_unsteady,
     sleeps,
     topk_swapped,
+    value_scale_lost,
 )
 
 from dsv32_fast.options import PRESETS
@@ -36,9 +37,10 @@ def statuses(result):
     return tuple(claim.status for claim in result.claims)
 
 
+@pytest.mark.parametrize("kv_cache", ["bf16", "fp8"])
 @pytest.mark.parametrize("world", [2, 4])
-def test_what_holds_is_passed(world):
-    result = run_tp(spec(world), threads=True)
+def test_what_holds_is_passed(world, kv_cache):
+    result = run_tp(spec(world, kv_cache=kv_cache), threads=True)
     assert statuses(result) == ("PASSED",) * 3, result.claims
     assert result.status == "PASSED"
     assert result.lost == ()
@@ -60,10 +62,13 @@ def test_without_a_key_nothing_is_claimed_of_the_cache():
     assert "no step used a cached plan" in result.claims[CACHE].summary
 
 
-@pytest.mark.parametrize(("config", "status"), [(TINY, "SKIPPED"), (WIDE, "PASSED")])
-def test_the_cache_claim_is_skipped_where_aiter_ignores_the_plan(config, status):
-    """16 heads and 32 rows; the control has 32 heads. TP 8 of the real model has 16, TP 4 has 32."""
-    result = run_tp(spec(2, rows=32, steps=2, config=config), threads=True)
+@pytest.mark.parametrize(
+    ("config", "kv_cache", "status"),
+    [(TINY, "bf16", "SKIPPED"), (WIDE, "bf16", "PASSED"), (TINY, "fp8", "PASSED")],
+)
+def test_the_cache_claim_is_skipped_where_aiter_ignores_the_plan(config, kv_cache, status):
+    """bf16, 16 heads and 32 rows; the controls have 32 heads, or fp8. TP 8 of the real model has 16, TP 4 has 32."""
+    result = run_tp(spec(2, rows=32, steps=2, config=config, kv_cache=kv_cache), threads=True)
     assert statuses(result) == ("PASSED", "PASSED", status), result.claims
     if status == "SKIPPED":
         assert "AITER ignores the plan with bf16, 16 heads and 32 rows" in result.claims[CACHE].summary
@@ -81,9 +86,12 @@ def test_a_rank_that_chooses_in_another_order(kernels, stage):
     assert f"rank 1 differs from rank 0 in {stage} of layer " in result.claims[AGREE].summary
 
 
-@pytest.mark.parametrize(("kernels", "stage"), [(attention_scaled, "attn_z"), (experts_lost, "ffn_out")])
-def test_a_rank_that_computes_something_else(kernels, stage):
-    result = run_tp(spec(kernels=kernels, steps=1), threads=True)
+@pytest.mark.parametrize(
+    ("kernels", "kv_cache", "stage"),
+    [(attention_scaled, "bf16", "attn_z"), (value_scale_lost, "fp8", "attn_z"), (experts_lost, "bf16", "ffn_out")],
+)
+def test_a_rank_that_computes_something_else(kernels, kv_cache, stage):
+    result = run_tp(spec(kernels=kernels, kv_cache=kv_cache, steps=1), threads=True)
     assert result.claims[AGREE].status == "PASSED"
     assert result.claims[EQUAL].status == "FAILED"
     assert result.budget_used[stage] > 1
@@ -131,10 +139,17 @@ def test_a_silent_process_is_named_and_ends():
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("world", "rows", "cache"), [(2, 8, "PASSED"), (4, 32, "PASSED"), (8, 8, "PASSED"), (8, 32, "SKIPPED")]
+    ("world", "rows", "kv_cache", "cache"),
+    [
+        (2, 8, "bf16", "PASSED"),
+        (4, 32, "bf16", "PASSED"),
+        (8, 8, "bf16", "PASSED"),
+        (8, 32, "bf16", "SKIPPED"),
+        (8, 32, "fp8", "PASSED"),
+    ],
 )
-def test_heads_of_the_real_model(world, rows, cache):
-    result = run_tp(TpSpec(world=world, rows=rows, timeout_s=280))
+def test_heads_of_the_real_model(world, rows, kv_cache, cache):
+    result = run_tp(TpSpec(world=world, rows=rows, kv_cache=kv_cache, timeout_s=280))
     assert statuses(result) == ("PASSED", "PASSED", cache), result.claims
 
 
