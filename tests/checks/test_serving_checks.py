@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checks_drawn import killed, passes, run_one
@@ -167,6 +168,14 @@ class ClearsEverything(MetadataBuilder):
         super()._clear(step)
 
 
+class CopiesForItself(MetadataBuilder):
+    """A copy that is none where host and device are one."""
+
+    def _rows(self, step: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.from_numpy(np.array(step.seq_lens, np.int32)).to(self.device)
+        return super()._rows(step)
+
+
 class LoopsOverRequests(MetadataBuilder):
     def _rows(self, step: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
         req_ids, lens = super()._rows(step)
@@ -210,6 +219,7 @@ def plans_only_the_first(*args: Any, **kwargs: Any) -> None:
         (BuildBudget, ReadsALength, "host reads"),
         (BuildBudget, ClearsEverything, "cleared"),
         (BuildBudget, LoopsOverRequests, "torch operations"),
+        (BuildBudget, CopiesForItself, "2 copies from host to device"),
     ],
 )
 def test_a_faulty_builder_is_killed(check: type, builder: type[MetadataBuilder], said: str) -> None:

@@ -26,15 +26,16 @@ def drafts(queries: Sequence[int], seqs: Sequence[int], rows: int = 0) -> StepBa
     return StepBatch(query_lens=tuple(queries), seq_lens=tuple(seqs), num_tokens=rows)
 
 
-class CountsReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """How often a value was read on the host."""
+class CountsTraffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """How often a value was read on the host, and a tensor made of host data."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.reads = 0
+        self.reads = self.uploads = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.reads += func is torch.ops.aten._local_scalar_dense.default
+        self.uploads += func is torch.ops.aten.lift_fresh.default
         return func(*args, **(kwargs or {}))
 
 
@@ -55,6 +56,7 @@ class Seen:
     cleared: int
     counted_reads: int
     reads: int
+    uploads: int
 
     def ranges(self) -> dict[int, tuple[int, int]]:
         """KV range of each row, its pieces joined."""
@@ -80,7 +82,7 @@ def built(*steps: StepBatch, topk: int = 64, rows: int = 16, units: int = 8) -> 
 
 
 def _one(session: Any, step: StepBatch, topk: int) -> Seen:
-    with CountsReads() as counting:
+    with CountsTraffic() as counting:
         record = session.build(step)
     record.kv_indices_NK[: step.num_tokens * topk] = 9  # as the attention layers fill the live range
     works = record.plan.work_info_set[: max(0, int(record.plan.work_indptr[-1]))].tolist()
@@ -98,6 +100,7 @@ def _one(session: Any, step: StepBatch, topk: int) -> Seen:
         cleared=session.builder.counts.bytes_cleared,
         counted_reads=session.builder.counts.host_device_reads,
         reads=counting.reads,
+        uploads=counting.uploads,
     )
 
 
@@ -233,6 +236,7 @@ effect("latency_always_rebuilds", AGAIN, lambda c, f: (c[1].launched, f[1].launc
 effect("latency_full_fill", AGAIN, lambda c, f: f[1].cleared - c[1].cleared >= 2 * 16 * 64 * 4)
 effect("latency_counted_read", AGAIN, lambda c, f: (c[1].counted_reads, f[1].counted_reads) == (0, 2))
 effect("latency_hidden_read", AGAIN, lambda c, f: f[1].reads == c[1].reads + 1 and f[1].counted_reads == 0)
+effect("latency_second_copy", AGAIN, lambda c, f: ([s.uploads for s in c], [s.uploads for s in f]) == ([1, 1], [2, 2]))
 effect(
     "latency_split_cap_16",
     built(decode(2048), topk=2048, rows=4, units=256),

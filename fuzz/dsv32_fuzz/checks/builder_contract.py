@@ -3,7 +3,9 @@
 The contract is that of vLLM's ROCm sparse backend and of AITER's planner as that backend calls it (vLLM 0.22 to 0.33,
 AITER e404860): one planner row per query token, pages of one token, a KV granularity of 16, int32 throughout, heads
 padded up to 16. The budget is that of PR #42982: clears no longer than what a step leaves behind, no read of device
-memory on the host, and as many torch operations for 64 requests as for one.
+memory on the host, and as many torch operations for 64 requests as for one; and one copy from host to device, which
+takes all lengths. On the CPU host and device are one, so copies are counted while a second builder of the same class
+builds the same steps on the `meta` device.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -19,12 +21,17 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv32_fast.batch import StepBatch
+from dsv32_fast.kernels.protocol import PlannerKernels
+from dsv32_fast.metadata import BuilderConfig
 from dsv32_fast.options import Options
 from dsv32_fuzz.batch_mixes import batch, edge_lens
 from dsv32_fuzz.case import Dims
 from dsv32_fuzz.checks import TARGET_ERRORS, TARGET_POISON
 from dsv32_fuzz.checks.own_input import InputCheck
 from dsv32_fuzz.checks.serving import SessionCheck, build_and_write, first_difference, seen_by_kernels
+from dsv32_fuzz.latency.accounting import HostData, LaunchCounter
+from dsv32_fuzz.latency.seam import HollowKernels, Seam
+from dsv32_fuzz.latency.shapes import ShapeMemo
 from dsv32_fuzz.strategies import World, dims_for, integers, sampled_from, worlds
 from dsv32_fuzz.targets import StepRecord, Target
 from dsv32_fuzz.targets.intree import InTreeTarget
@@ -195,12 +202,27 @@ class Growing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     copies: tuple[int, ...]
 
 
+def copies_to_device(target: InTreeTarget, steps: Sequence[StepBatch], config: BuilderConfig) -> list[int]:
+    """Host-to-device copies of each build of the target's builder, on the `meta` device behind hollow kernels."""
+    seam, meta, memo = Seam(HollowKernels()), torch.device("meta"), ShapeMemo()
+    kernels = cast(PlannerKernels, seam)
+    builder = target.builder(config=config, options=target.options, kernels=kernels, device=meta)
+    copies = []
+    for step in steps:
+        counter = LaunchCounter(seam, meta, (), memo)
+        with HostData(counter), counter:
+            builder.build(step)
+        copies.append(counter.host_to_device)
+    return copies
+
+
 class BuildBudget(InputCheck[Growing]):
-    """Operations, host reads and cleared bytes of each build."""
+    """Operations, host reads, copies to the device and cleared bytes of each build."""
 
     name = "build_budget"
     meaning = (
-        "a build reads nothing back, clears no more than its policy says, and needs no more operations for more rows"
+        "a build reads nothing back, copies the lengths once, clears no more than its policy says, and needs no more "
+        "operations for more rows"
     )
     family = "serving"
     input_type = Growing
@@ -226,7 +248,7 @@ class BuildBudget(InputCheck[Growing]):
         kernels: Any = OneLaunch(target.kernels)
         steps = tuple(batch(list(drawn.requests) * copies) for copies in drawn.copies)
         dims = dims_for(steps)
-        session = replace(target, kernels=kernels).open(dims, poison=TARGET_POISON)
+        session: Any = replace(target, kernels=kernels).open(dims, poison=TARGET_POISON)
         violation, operations, last = "", dict[bool, int](), batch([])
         filled = reads = 0
         for index, step in enumerate(steps):
@@ -245,8 +267,17 @@ class BuildBudget(InputCheck[Growing]):
                 wrong = f"{count.operations} torch operations for {len(step.seq_lens)} requests, {usual} before"
             violation = violation or (wrong and f"step {index}: {wrong}")
             last = step
+        copies = [] if violation else copies_to_device(target, steps, session.builder.config)
+        for index, copied in enumerate(copies):
+            if copied != 1:
+                violation = violation or f"step {index}: {copied} copies from host to device, one takes all lengths"
         untested = "" if len(set(drawn.copies)) > 1 else "the batch never changed its size"
-        measured: dict[str, float | int | str] = {"steps": len(steps), "cleared_bytes": filled, "host_reads": reads}
+        measured: dict[str, float | int | str] = {
+            "steps": len(steps),
+            "cleared_bytes": filled,
+            "host_reads": reads,
+            "copies_to_device": sum(copies),
+        }
         return self.verdict(violation, measured, untested=untested)
 
 

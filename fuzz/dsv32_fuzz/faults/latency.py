@@ -1,4 +1,4 @@
-"""Faults that change no value and cost time: launches, host reads, casts, fills, widths, synchronisations.
+"""Faults that change no value and cost time: launches, host reads, copies, casts, fills, widths, synchronisations.
 
 Legend: T rows, S positions, E experts.
 """
@@ -43,6 +43,12 @@ class _HiddenRead(MetadataBuilder):
         metadata = super().build(step)
         assert int(self.paged_kv_indptr_N1[step.num_tokens].item()) >= 0
         return metadata
+
+
+class _SecondCopy(MetadataBuilder):
+    def _rows(self, step: StepBatch) -> tuple[Tensor, Tensor]:
+        torch.tensor(step.seq_lens, dtype=torch.int32, device=self.device)
+        return super()._rows(step)
 
 
 def _casts_back(run: Any, call: Call) -> Tensor:
@@ -96,6 +102,13 @@ FAULTS: tuple[Fault, ...] = (
         reference="vLLM #54369, #40654",
         bugs=("Z04",),
         builder=_HiddenRead,
+    ),
+    Fault(
+        name="latency_second_copy",
+        area="latency",
+        story="a build copies the sequence lengths to the device once more, beside those that it uses",
+        reference="the builder's contract: the lengths go to the device once, in one tensor",
+        builder=_SecondCopy,
     ),
     Fault(
         name="latency_extra_cast",

@@ -80,6 +80,11 @@ class LaunchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes_cleared = self.host_to_device = self.synchronisations = 0
         self._since_tap: Counter[str] = Counter()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Against importing torch's compiler for a mode, which takes seconds."""
+        return False
+
     def tap(self, stage: str, _layer: int, value: Tensor) -> Tensor:
         """A tap for `DecodePath.decode`."""
         if stage == "gate_logits":

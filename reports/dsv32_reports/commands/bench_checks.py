@@ -26,7 +26,7 @@ def bench_checks_command(
 ) -> int:
     """Step batches fully judged by all step checks together per second of a core, and each one's share of the time.
 
-    The true constants: topk 2048, 256 compute units, max_num_batched_tokens 8192. One thread.
+    The true constants: topk 2048, 256 compute units, max_num_batched_tokens 8192. One thread, processor time.
     """
     sizes = tuple(int(part) if part.strip().isdecimal() else 0 for part in batches.split(","))
     torch.set_num_threads(1)
