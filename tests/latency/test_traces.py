@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from dsv32_fast.options import PRESETS
 from dsv32_fast.path import PathConfig
 from dsv32_fuzz.latency.counting import NARROW, path_of
+from dsv32_fuzz.latency.evidence import read_evidence
 from dsv32_fuzz.latency.seam import HollowKernels, Seam
 from dsv32_fuzz.traces.compare import compare
 from dsv32_fuzz.traces.kineto import TraceError, read_trace
@@ -160,9 +161,24 @@ def test_the_claims_on_a_trace_that_fulfils_them(tmp_path: Path) -> None:
         "casts removed per step": "confirmed",
         "plan launches skipped, after": "confirmed",
     }
-    done = CliRunner().invoke(app, ["trace", str(before), str(after)])
+    out = tmp_path / "evidence.json"
+    done = CliRunner().invoke(app, ["trace", str(before), str(after), "--out", str(out)])
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("faster: after / before = 0.96")
+    evidence = read_evidence(out)
+    assert (evidence.kind, evidence.admissible, evidence.compared[0].verdict) == ("trace", True, "faster")
+    assert evidence.compared[0].ratio == pytest.approx(found.ratio)
+    assert evidence.claims == found.claims
+    assert evidence.sources == (str(before), str(after))
+
+
+def test_few_steps_give_evidence_without_an_interval(tmp_path: Path) -> None:
+    traces = [device_trace(tmp_path / f"{name}.json", 1, set(), steps=10) for name in ("a", "b")]
+    out = tmp_path / "evidence.json"
+    done = CliRunner().invoke(app, ["trace", *map(str, traces), "--out", str(out)])
+    assert done.exit_code != 0
+    step = read_evidence(out).compared[0]
+    assert (step.verdict, step.low, step.p_value, len(step.a_s[0])) == ("cannot tell", None, None, 9)
 
 
 def test_a_trace_that_refutes_them(tmp_path: Path) -> None:
@@ -181,9 +197,11 @@ def test_a_trace_that_refutes_them(tmp_path: Path) -> None:
     assert slower.stdout.startswith("slower")
 
 
-def test_a_host_trace_confirms_nothing(recorded: dict[str, tuple[Path, Seam]]) -> None:
-    done = CliRunner().invoke(app, ["trace", *(str(path) for path, _ in recorded.values())])
+def test_a_host_trace_confirms_nothing(recorded: dict[str, tuple[Path, Seam]], tmp_path: Path) -> None:
+    out = tmp_path / "evidence.json"
+    done = CliRunner().invoke(app, ["trace", *(str(path) for path, _ in recorded.values()), "--out", str(out)])
     assert done.exit_code == 3, done.output
+    assert (read_evidence(out).kind, read_evidence(out).admissible) == ("host trace", False)
     assert done.stdout.startswith("cannot tell")
     assert "confirm arithmetic only" in done.stdout
     assert "confirmed" not in done.stdout
@@ -279,14 +297,18 @@ with open(sys.argv[1], "w") as file:
     file.write('{"ph": "M", "name": "end"}]}')
 """
 READ = """
-import resource, sys, time
+import os, re, resource, sys, time
 from pathlib import Path
 from dsv32_fuzz.traces.kineto import read_trace
 from dsv32_fuzz.traces.steps import step_table
 begin = time.process_time()
 table = step_table(read_trace(Path(sys.argv[1])))
 seconds = time.process_time() - begin
-print(sum(table.counts["fills"]), table.steps, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+unit = 1 if sys.platform == "darwin" else 1024
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+if os.path.exists("/proc/self/status"):  # on Linux ru_maxrss holds that of the process that started this one
+    peak = 1024 * int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])
+print(sum(table.counts["fills"]), table.steps, seconds, peak)
 """
 
 
@@ -296,7 +318,7 @@ def test_a_trace_of_300_mb_is_read_in_bounded_memory(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", GENERATE, str(path), str(300_000_000)], check=True)
     done = subprocess.run([sys.executable, "-c", READ, str(path)], check=True, capture_output=True, text=True)
     fills, steps, seconds, peak = (float(word) for word in done.stdout.split())
-    peak_mb = peak / (1 << 20) if sys.platform == "darwin" else peak / 1024
+    peak_mb = peak / 1e6
     print(
         f"{path.stat().st_size / 1e6:.0f} MB, {path.stat().st_size / 1e6 / seconds:.0f} MB/s, {peak_mb:.0f} MB resident"
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -73,8 +73,6 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     slowed: bool
-    busy_s: float
-    """The busy loop: the effect's share of the step's median in the latest A/A run."""
     budget: Budget
     interval: Interval
     samples: Samples
@@ -132,8 +130,12 @@ class SelfTest(msgspec.Struct, frozen=True, kw_only=True):
         return "UNDETECTABLE" if self.undetectable else "PASSED"
 
 
-def builder_subject(name: str, busy: Callable[[], float] | None = None) -> Subject:
-    """One metadata build per run, its lengths other ones each time, then a busy loop of `busy()` CPU seconds."""
+def builder_subject(name: str, effect: float = 0.0) -> Subject:
+    """One metadata build per run, its lengths other ones each time, then a busy loop of `effect` times its CPU time.
+
+    The loop is as long as the share asks for of the very build before it, so that it is known whatever else the machine
+    does. Without an effect the same code runs and the loop ends at once.
+    """
     config = BuilderConfig(max_num_batched_tokens=ROWS)
     builder = MetadataBuilder(config=config, options=PRESETS["pr47766"], kernels=HollowKernels())
     lens_SB = np.random.default_rng(0).integers(CONTEXT, 2 * CONTEXT, (INPUTS, BATCH))
@@ -144,32 +146,23 @@ def builder_subject(name: str, busy: Callable[[], float] | None = None) -> Subje
         chosen[0] = inputs[number % INPUTS]
 
     def run() -> None:
+        begin = time.thread_time_ns()
         builder.build(chosen[0])
-        if busy is not None:
-            spin(busy())
+        end = begin + (1 + effect) * (time.thread_time_ns() - begin)
+        while time.thread_time_ns() < end:
+            pass
 
     return Subject(name=name, prepare=prepare, run=run)
-
-
-def spin(seconds: float) -> None:
-    """Burn `seconds` of this thread's CPU time."""
-    end = time.thread_time_ns() + round(seconds * 1e9)
-    while time.thread_time_ns() < end:
-        pass
 
 
 def trials(spec: SelfTestSpec, done: int = 0) -> Iterator[Trial]:
     """Run the trials from number `done` on, on one thread, after an A/A run that is none of them."""
     torch.set_num_threads(1)
-    clock, busy = CLOCKS[spec.clock], [0.0]
-    a, same, slower = (
-        builder_subject("A"),
-        builder_subject("A again"),
-        builder_subject("slower", lambda: busy[0]),
-    )
+    clock = CLOCKS[spec.clock]
+    a, same = builder_subject("A"), builder_subject("A again")
+    slower = builder_subject("slower", spec.effect)
     pairs = max(pairs_per_block(subject, clock) for subject in (a, same, slower))
     first = time_blocks(a, same, NULL_BLOCKS, pairs, clock=clock, seed=spec.seed)
-    busy[0] = spec.effect * first.medians()[0]
     recent = deque(first.log_ratios().tolist(), maxlen=NULL_BLOCKS)
     for number in range(done, spec.trials):
         slowed = spec.slowed(number)
@@ -178,10 +171,9 @@ def trials(spec: SelfTestSpec, done: int = 0) -> Iterator[Trial]:
             a, slower if slowed else same, budget.blocks, pairs, clock=clock, seed=spec.seed + 1 + number
         )
         interval = ratio_interval(samples.log_ratios(), seed=spec.seed + number)
-        yield Trial(number=number, slowed=slowed, busy_s=busy[0], budget=budget, interval=interval, samples=samples)
+        yield Trial(number=number, slowed=slowed, budget=budget, interval=interval, samples=samples)
         if not slowed:
             recent.extend(samples.log_ratios().tolist())
-            busy[0] = spec.effect * samples.medians()[0]
 
 
 def summary(spec: SelfTestSpec, found: Sequence[Trial]) -> SelfTest:

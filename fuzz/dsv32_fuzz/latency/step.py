@@ -116,6 +116,8 @@ def step_subject(name: str, options: Options, setting: Setting, seed: int = 0) -
         RuntimeError: a device clock without a GPU.
         AiterUnavailableError: real kernels without AITER.
     """
+    if setting.device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("torch sees no GPU, so there are no device events; use the cpu or wall clock")
     config = setting.config
     graph = setting.part == "whole" and setting.clock == "device"
     sizes = PathConfig(
