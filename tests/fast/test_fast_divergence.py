@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from divergence import divergence, first_flip
 from fast_worlds import KERNELS, SMALL, Event, Values, path, record
 
 from dsv32_fast.kernels.selection import Admits
 from dsv32_fast.options import PRESETS, Options
+from dsv32_fuzz.divergence import divergence, first_flip
 from dsv32_fuzz.stage_bounds import Recording
 
 MOE_LAYER = 1

@@ -80,7 +80,7 @@ def _first_other_set(ours_TK: Tensor, theirs_TK: Tensor) -> int:
 
 def _judged(rec: Recording, step: int, layer: int, stage: str, row: int, theirs: Values) -> Flip:
     alone = replace(rec, steps=[rec.steps[step]])
-    certificate = (_keys if stage == "index_topk" else _experts)(alone, layer)
+    certificate = (keys_chosen if stage == "index_topk" else experts_chosen)(alone, layer)
     ours_X, theirs_X, kind, mine, reference = _compared(rec, step, layer, stage, row, theirs)
     lost = max(reference - mine, key=lambda e: float(theirs_X[e]))
     gained = min(mine - reference, key=lambda e: float(theirs_X[e]))
@@ -116,7 +116,7 @@ def _compared(
     return ours_E, theirs_E, "expert", mine, reference
 
 
-def _keys(rec: Recording, layer: int) -> Certificate:
+def keys_chosen(rec: Recording, layer: int) -> Certificate:
     """Against the ideal scores of the layer's input over the cached keys."""
     q_TJI, w_TJ = index_pairs(rec, layer)
     scores = index_scores(q_TJI, w_TJ, exact(rec.of("keys", layer)), exact(rec.of("key_scales", layer)))
@@ -126,7 +126,7 @@ def _keys(rec: Recording, layer: int) -> Certificate:
     return certify_topk(scores.value, scores.err, best, rec.of("index_topk", layer).long(), valid=inside)
 
 
-def _experts(rec: Recording, layer: int) -> Certificate:
+def experts_chosen(rec: Recording, layer: int) -> Certificate:
     """Against the ideal fp32 router on the layer's input; the bound holds the roundings that the options ask for."""
     biased, best = ideal_biased(rec, layer)
     groups, kept = rec.config.n_expert_groups, rec.config.n_limited_groups
