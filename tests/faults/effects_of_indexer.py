@@ -260,23 +260,28 @@ effect("moe_no_shared", mixture, lambda c, f: abs(c - 3.0) < 1e-4 and f == 2.0)
 effect("moe_shared_divided", mixture, lambda c, f: abs(c - 3.0) < 1e-4 and abs(f - 2.4) < 1e-4)
 
 
-def batch_of_drafts(target: InTreeTarget) -> tuple[list[int], list[int]]:
-    """Two requests with three and one new tokens, one row of padding."""
+def batch_of_drafts(target: InTreeTarget) -> tuple[list[int], list[int], list[int]]:
+    """Lengths, positions and slots: two requests with three and one new tokens, one row of padding."""
     caches = state.CacheState(GOLDEN.replace(n_layers=1, n_dense_layers=0), 32, 4, torch.device("cpu"))
     caches.append({0: [1, 1], 1: [1, 1, 1]})
     batch = caches.append({0: [1, 1, 1], 1: [1]}, 5)
-    return batch.lengths.tolist(), batch.positions.tolist()
+    return batch.lengths.tolist(), batch.positions.tolist(), batch.new_slots.tolist()
 
 
 effect(
     "mtp_future_keys",
     batch_of_drafts,
-    lambda c, f: c[0] == [3, 4, 5, 4, 0] and f == ([5, 5, 5, 4, 0], c[1]),
+    lambda c, f: c[0] == [3, 4, 5, 4, 0] and f == ([5, 5, 5, 4, 0], *c[1:]),
 )
 effect(
     "mtp_one_position",
     batch_of_drafts,
-    lambda c, f: c[1] == [2, 3, 4, 3, 0] and f == (c[0], [2, 2, 2, 3, 0]),
+    lambda c, f: c[1] == [2, 3, 4, 3, 0] and f == (c[0], [2, 2, 2, 3, 0], c[2]),
+)
+effect(
+    "cache_padding_has_a_slot",
+    batch_of_drafts,
+    lambda c, f: c[2][-1] == -1 and f == (*c[:2], [*c[2][:-1], 0]),
 )
 
 

@@ -6,6 +6,7 @@ Legend: T tokens, E experts, K chosen.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from effect_table import Observe, effect
 from torch import Tensor
 
 from dsv32_fast import packing, router
+from dsv32_fast.parallel import communicator
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_ref.config import Config
 
@@ -130,6 +132,14 @@ def gate_values(target: InTreeTarget) -> Tensor:
     return router.gate_logits(torch.ones(1, 2), gate, "fp32", "fp32", router.Casts())[0]
 
 
+def sums_of_ranks(target: InTreeTarget) -> list[float]:
+    """1e8, -1e8 and 1 of three ranks, as each of them adds them up: only in this order the 1 is not lost."""
+    parts = [torch.tensor([part]) for part in (1e8, -1e8, 1.0)]
+    ranks: Any = [SimpleNamespace(rank=rank, world=3, all_gather=lambda _part: parts) for rank in range(3)]
+    return [float(communicator.all_sum(part, end)) for part, end in zip(parts, ranks, strict=True)]
+
+
+effect("router_own_part_first", sums_of_ranks, lambda c, f: (c, f) == ([1.0, 1.0, 1.0], [1.0, 0.0, 0.0]))
 effect("router_bf16_logits", gate_values, lambda c, f: c[0] > c[1] and f[0] == f[1] == 1.0)
 
 

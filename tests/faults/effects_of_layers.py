@@ -142,6 +142,18 @@ effect("attention_first_table", TWO, lambda c, f: c == CLEAN_LIST and f == [25, 
 effect("attention_page_start", TWO, lambda c, f: c == CLEAN_LIST and f == [24, 12, -1, 36, 8, 36])
 
 
+def listed_twice(target: InTreeTarget) -> list[int]:
+    """Two layers of one step, which choose 5, 0 and then 1, 2 of the same request."""
+    paged = torch.full((2,), -7, dtype=torch.int32)
+    metadata: Any = _Table(paged_kv_indptr_T1=ints(0, 2), req_id_per_token_T=ints(0), paged_kv_indices=paged)
+    for chosen in ([5, 0], [1, 2]):
+        attention.fill_gather_list(torch.tensor([chosen], dtype=torch.int32), metadata, torch.tensor([[3, 6]]), 4)
+    return paged.tolist()
+
+
+effect("attention_list_kept", listed_twice, lambda c, f: (c, f) == ([13, 14], [25, 12]))
+
+
 def layer_output(live: tuple[int, ...] = (3, 1), heads: int = 4) -> Observe:
     """What the layer's decode makes of a kernel that returns row and head numbers; requests have live[r] rows."""
 

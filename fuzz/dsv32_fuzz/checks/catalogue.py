@@ -22,6 +22,7 @@ from dsv32_fuzz.checks import (
     router,
     router_dispatch,
     serving,
+    step_independence,
     step_numerics,
     topk,
     tp_agreement,
@@ -61,6 +62,7 @@ INPUT_CHECKS: tuple[type[InputCheck[Any]], ...] = (
     *graph.CHECKS,
     *serving.CHECKS,
     *step_numerics.CHECKS,
+    *step_independence.CHECKS,
 )
 INPUT_CHECKS_BY_NAME: dict[str, type[InputCheck[Any]]] = {check.name: check for check in INPUT_CHECKS}
 

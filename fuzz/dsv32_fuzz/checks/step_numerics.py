@@ -73,7 +73,7 @@ class StageNumerics(InputCheck[StageInput]):
         rows = _row_names(drawn)
         measured: Counts = {"rows": len(rows), "stages": 0, "elements": 0, "worst_budget_used": 0.0}
         histograms: Histograms = {}
-        violation = _choices(rec) or _stages(rec, rows, measured, histograms)
+        violation = illegal_choice(rec) or _stages(rec, rows, measured, histograms)
         return self.verdict(violation, measured, histograms=histograms)
 
 
@@ -118,7 +118,8 @@ def _stages(
     return ""
 
 
-def _choices(rec: Recording) -> str:
+def illegal_choice(rec: Recording) -> str:
+    """The first top-k or expert that the recorded scores do not call for, in words; empty if there is none."""
     lengths_T = rec.of("positions", -1) + 1
     for layer in range(rec.config.n_layers):
         scores_TS = rec.of("index_score", layer)
@@ -172,7 +173,7 @@ class SameTokens(InputCheck[Pieces]):
         names = [f"request {request}, position {position}" for request, position in first.places]
         measured: Counts = {"rows": len(order), "stages": 0, "elements": 0, "worst_budget_used": 0.0}
         histograms: Histograms = {}
-        violation = _choices(rec) or _choices(own) or _stages(rec, names, measured, histograms, seen)
+        violation = illegal_choice(rec) or illegal_choice(own) or _stages(rec, names, measured, histograms, seen)
         untested = "" if drawn.one != drawn.other else "both runs are the same"
         return self.verdict(violation, measured, untested=untested, histograms=histograms)
 

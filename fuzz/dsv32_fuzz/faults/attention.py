@@ -81,6 +81,20 @@ def _latent_only(call: Call) -> None:
     call["q"] = q
 
 
+def _list_kept(original: Any) -> Any:
+    """Row pointers are compared with those of the last fill of the same buffer."""
+    filled: dict[int, Tensor] = {}
+
+    def change(run: Any, call: Call) -> None:
+        metadata = call["metadata"]
+        indptr_T1, where = metadata.paged_kv_indptr_T1, metadata.paged_kv_indices.data_ptr()
+        if where not in filled or not torch.equal(filled[where], indptr_T1):
+            filled[where] = indptr_T1.clone()
+            run(call)
+
+    return around(change)(original)
+
+
 def _decode(name: str, story: str, reference: str, change: Any, bugs: tuple[str, ...] = ()) -> Fault:
     return Fault(
         name=name, area="attention", story=story, reference=reference, bugs=bugs, kernels={"mla_decode_fwd": change}
@@ -152,6 +166,14 @@ FAULTS: tuple[Fault, ...] = (
         "vLLM #43781 (block size 1 hard-coded)",
         _no_offset_in_page,
         ("Z57",),
+    ),
+    Fault(
+        name="attention_list_kept",
+        area="attention",
+        story="the gather list is filled only if the row pointers changed: it holds an earlier layer's or step's slots",
+        reference="vLLM #44527, #50008, #51323: a persistent index buffer keeps what an earlier fill left",
+        bugs=("Z23",),
+        patches=(Patch(where=_PATH, name="fill_gather_list", make=_list_kept),),
     ),
     Fault(
         name="attention_unpads_wrongly",

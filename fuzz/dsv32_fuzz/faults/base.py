@@ -50,7 +50,7 @@ AREAS: dict[str, Area] = {
     "router": Area(title="router", families=("router", "moe")),
     "topk": Area(title="indexer top-k", families=("indexer",)),
     "indexer": Area(title="indexer scores", families=("indexer",)),
-    "cache": Area(title="cache and fp8", families=("cache", "indexer", "attention")),
+    "cache": Area(title="cache and fp8", families=("cache", "indexer", "attention", "step")),
     "rope": Area(title="RoPE and scale", families=("indexer", "step")),
     "moe": Area(title="experts", families=("moe", "router")),
     "mtp": Area(title="drafts (MTP)", families=("traffic", "step", "serving")),

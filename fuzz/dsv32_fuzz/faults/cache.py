@@ -84,6 +84,10 @@ def _padding_to_slot_zero(call: Call) -> None:
     call["slot_mapping"] = call["slot_mapping"].clamp_min(0)
 
 
+def _padding_has_a_slot(batch: Any) -> Any:
+    return dataclasses.replace(batch, new_slots=batch.new_slots.clamp_min(0))
+
+
 def _last_page_missing(call: Call) -> None:
     slots = call["slot_mapping"]
     page = slots // call["kv_cache"].shape[1]
@@ -199,6 +203,14 @@ FAULTS: tuple[Fault, ...] = (
         "concat_and_cache_mla",
         before(_padding_to_slot_zero),
         ("Z27",),
+    ),
+    Fault(
+        name="cache_padding_has_a_slot",
+        area="cache",
+        story="the slots of padding rows are filled with 0 instead of -1: a padded graph writes into the first page",
+        reference="AITER #3235: a padded row, whose slot is -1, stores nothing",
+        bugs=("Z27",),
+        patches=(Patch(where="dsv32_fast.state.CacheState", name="_batch", make=returns(_padding_has_a_slot)),),
     ),
     _cache(
         "cache_index_page_missing",
