@@ -125,7 +125,7 @@ class _World:
         parts = [torch.randn(M, COLUMNS, generator=g) for _ in range(drawn.world - 2)]
         large = 2.0**drawn.large * weight_MW
         z_TW[:, -COLUMNS:] = z_TW[:, :COLUMNS]  # the last rank's part is the first one's with the other sign
-        columns = zip(z_TW.bfloat16().split(COLUMNS, 1), [large, *parts, -large], strict=True)
+        columns = zip(z_TW.bfloat16().chunk(drawn.world, 1), [large, *parts, -large], strict=True)
         self.parts = [product(z.to(device), w.bfloat16().to(device)) for z, w in columns]
         self.residual_TM = torch.randn(rows, M, generator=g).bfloat16().to(device)
         self.gain_M = torch.ones(M, device=device)
