@@ -121,6 +121,19 @@ def test_logits_that_bf16_makes_equal(
     assert logits_TE.dtype == TORCH[types[0]]
 
 
+@pytest.mark.parametrize(
+    ("logits", "gemm", "count"), [("fp32", "fp32", 1), ("fp32", "bf16", 1), ("bf16", "fp32", 0), ("bf16", "bf16", 0)]
+)
+def test_casts_are_counted(logits: Type, gemm: GateGemm, count: int) -> None:
+    """One launch of a cast kernel per layer for fp32 logits, none for bf16 (vLLM #42982)."""
+    casts = Casts()
+    gate = Gate(weight=torch.ones(4, 2, dtype=torch.bfloat16), bias=torch.zeros(4))
+    gate_logits(torch.ones(1, 2, dtype=torch.bfloat16), gate, logits, gemm, casts)
+    assert casts.bf16_to_fp32 == count
+    assert casts.widen(torch.ones(1)).dtype == torch.float32
+    assert casts.bf16_to_fp32 == count, "fp32 is not cast"
+
+
 def test_weights_of_a_replaced_choice(kernels: Kernels) -> None:
     g = torch.Generator().manual_seed(1)
     logits_TE, bias_E = torch.randn(3, 256, generator=g), torch.full((256,), 5.0)

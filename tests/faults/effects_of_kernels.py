@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from effect_table import Observe, effect
@@ -242,3 +242,96 @@ effect(
     chosen([[1.0, 1.001, 0.0]], [3], 1),
     lambda c, f: (c, f) == ([[[1]]], [[[0]]]),
 )
+
+
+FP8, EMPTY = torch.float8_e4m3fn, torch.ones(0, 256)
+
+
+def experts(rows: int, last_id: int = 1) -> Observe:
+    """The output of two experts of ones on `rows` rows of ones, or the error in words."""
+
+    def observe(target: InTreeTarget) -> Any:
+        kernels: Any = target.kernels
+        ids = torch.tensor([[0, last_id]] * rows, dtype=torch.int32).view(rows, 2)
+        w1, w2 = torch.ones(2, 8, 8), torch.ones(2, 8, 4)
+        try:
+            out: Tensor = kernels.fused_moe(torch.ones(rows, 8), w1, w2, torch.ones(rows, 2), ids)
+        except Exception as error:
+            return type(error).__name__
+        return out.tolist()
+
+    return observe
+
+
+def raised(run: Any) -> str:
+    try:
+        run()
+    except Exception as error:
+        return type(error).__name__
+    return ""
+
+
+effect("interface_no_row_raises", experts(0), lambda c, f: (c, f) == ([], "RuntimeError"))
+effect(
+    "interface_no_row_is_one",
+    lambda target: [len(part) for part in cast(Any, target.kernels).per_group_quant_hip(EMPTY, quant_dtype=FP8)],
+    lambda c, f: (c, f) == ([0, 0], [1, 1]),
+)
+effect(
+    "interface_single_row_unwritten",
+    lambda target: [experts(rows)(target)[0][0] for rows in (1, 2)],
+    lambda c, f: c[0] == c[1] == f[1] and f[0] != f[0],
+)
+effect("interface_expert_beyond", experts(1, 2), lambda c, f: c == "OutOfBoundsError" and f == [[f[0][0]] * 8])
+
+
+def wide_ids(target: InTreeTarget) -> tuple[str, list[int]]:
+    ids, kernels = torch.full((2, 8), -1), cast(Any, target.kernels)
+    logits, bias, weights = torch.zeros(2, 256), torch.zeros(256), torch.empty(2, 8)
+    told = raised(lambda: kernels.biased_grouped_topk(logits, bias, weights, ids, 8, 4, True, SCALE))
+    return told, ids[1].tolist()
+
+
+effect("interface_wide_ids", wide_ids, lambda c, f: c[0] == "TypeError" and f == ("", [-1] * 8))
+
+
+def short_bias(target: InTreeTarget) -> str:
+    return raised(lambda: _routed(target, torch.zeros(1, 256), torch.zeros(256).bfloat16()))
+
+
+effect("interface_short_bias", short_bias, lambda c, f: (c, f) == ("OutOfBoundsError", ""))
+
+
+def far_slot(target: InTreeTarget) -> tuple[str, float]:
+    cache, kernels = torch.zeros(1, 4, 3), cast(Any, target.kernels)
+    told = raised(
+        lambda: kernels.concat_and_cache_mla(
+            torch.ones(2, 2), torch.ones(2, 1), cache, torch.tensor([3, 4]), "auto", torch.ones(1)
+        )
+    )
+    return told, float(cache.sum())
+
+
+effect("interface_slot_beyond", far_slot, lambda c, f: (c, f) == (("OutOfBoundsError", 0.0), ("", 3.0)))
+
+
+def kept_groups(target: InTreeTarget) -> list[str]:
+    ids, kernels = torch.empty(1, 8, dtype=torch.int32), cast(Any, target.kernels)
+    logits, bias, weights = torch.zeros(1, 256), torch.zeros(256), torch.empty(1, 8)
+    return [
+        raised(lambda kept=kept: kernels.biased_grouped_topk(logits, bias, weights, ids, 8, kept, True, SCALE))
+        for kept in (0, 4, 9)
+    ]
+
+
+effect("interface_kept_groups", kept_groups, lambda c, f: (c, f) == (["ValueError", "", "ValueError"], [""] * 3))
+
+
+def narrow_indices(target: InTreeTarget) -> tuple[str, list[int]]:
+    found, kernels = torch.full((1, 2), -7, dtype=torch.int32), cast(Any, target.kernels)
+    lens = torch.tensor([3], dtype=torch.int32)
+    told = raised(lambda: kernels.top_k_per_row_decode(torch.zeros(1, 9), 1, lens, found, 1, 9, 1, k=4))
+    return told, found[0].tolist()
+
+
+effect("interface_narrow_indices", narrow_indices, lambda c, f: (c, f) == (("ValueError", [-7, -7]), ("", [0, 1])))

@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 from dsv32_fuzz.case import load_case
 from dsv32_fuzz.checks.own_input import InputCheck
 from dsv32_fuzz.faults import AREAS, FAULTS, Fault, Patch, matrix, rotating
+from dsv32_fuzz.faults.journal import NAME
 from dsv32_fuzz.faults.matrix import Effort, assemble, ordered, run_control, run_fault, run_matrix, run_rows
 from dsv32_fuzz.faults.picture import heat_map
-from dsv32_fuzz.faults.results import ControlRow, FaultRow, Kill, KillMatrix
+from dsv32_fuzz.faults.results import ControlRow, FaultRow, Gate, Kill, KillMatrix
 from dsv32_fuzz.properties import OwnInput, Property, properties, property_of
 from dsv32_fuzz.targets import Target
 from dsv32_fuzz.targets.intree import InTreeTarget
@@ -241,6 +242,47 @@ def test_the_command_writes_matrix_picture_and_cases(tmp_path: Path, small_effor
     (case,) = (tmp_path / "cases").glob("plan_missing_tail-*.json")
     assert load_case(case).check == document["rows"][0]["kills"][0]["check"]
     ET.fromstring((tmp_path / "faults.svg").read_text())
+
+
+def test_an_ended_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C behind the second row loses none of them; the last line may be cut off."""
+    arguments = ["faults", "--name", "plan_gap", "--name", "plan_overlap", "--jobs", "1", "--out", str(tmp_path)]
+    ran: list[str] = []
+    ends_at = 2
+
+    def task(kind: str, name: str, gate: Gate, seed: int) -> FaultRow | ControlRow:
+        if len(ran) == ends_at:
+            raise KeyboardInterrupt
+        ran.append(name)
+        if kind == "control":
+            return ControlRow(options=name, checks=1, passed=1, false_alarms=(), examples=1, seconds=0.0)
+        return made_row(name, "plan_coverage")
+
+    monkeypatch.setattr(matrix, "_task", task)
+    assert CliRunner().invoke(app, arguments).exit_code == 130
+    assert not (tmp_path / "faults.json").exists()
+    with (tmp_path / NAME).open("ab") as journal:
+        journal.write(b'{"fault":{"fault":"plan_over')
+    other = CliRunner().invoke(app, [*arguments, "--seed", "1"])
+    assert (other.exit_code, ran) == (2, ["pr47766", "plan_gap"])
+    assert "another gate, seed or choice of faults" in other.output
+
+    ends_at = 9
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert ran == ["pr47766", "plan_gap", "plan_overlap"]
+    assert "2 of 3 rows are there already" in done.output
+    document = json.loads((tmp_path / "faults.json").read_text())
+    assert [row["fault"] for row in document["rows"]] == ["plan_gap", "plan_overlap"]
+    assert [row["options"] for row in document["controls"]] == ["pr47766"]
+    assert not (tmp_path / NAME).exists()
+
+
+def test_what_is_no_journal_is_refused(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text("something else\n")
+    done = CliRunner().invoke(app, ["faults", "--name", "plan_gap", "--out", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "is no journal of a kill matrix" in done.output
 
 
 def test_the_command_lists_and_refuses() -> None:

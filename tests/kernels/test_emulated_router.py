@@ -116,6 +116,8 @@ def test_ties_of_the_generic_kernel():
     assert ids[0].tolist() == [0, 1, 2, 3], "groups 0 and 1 are kept, that is lanes 0-7, of which 0 is preferred"
     _, ids = route((torch.arange(64) >= 16).float(), torch.zeros(64), 4, 2, 8)
     assert ids[0].tolist() == [32, 33, 34, 35, 36, 37, 38, 39], "groups 1 and 2 are kept, and lane 8 comes before 7"
+    _, ids = route(torch.zeros(34), torch.zeros(34), 1, 1, 4)
+    assert ids[0].tolist() == [32, 33, 30, 31], "lanes of 2 experts where 4 do not divide their number"
 
 
 def test_ties_of_the_fused_gate():
@@ -230,6 +232,14 @@ def test_single_nan_is_never_chosen(shape):
 
 
 # ---- scaling, switch and dtypes --------------------------------------------------------------------------------------
+
+
+@admits(router=(64, 8, 8, 8))
+@pytest.mark.parametrize("function", [biased_grouped_topk, biased_grouped_topk_hip])
+def test_the_factor_is_one_unless_given(function):
+    weights, ids = torch.full((1, 8), -7.0), torch.full((1, 8), -7, dtype=torch.int32)
+    function(torch.zeros(1, 64), torch.zeros(64), weights, ids, 8, 8, True)
+    torch.testing.assert_close(weights.sum(), torch.tensor(1.0), rtol=16 * U32, atol=0)
 
 
 def test_scaling_factor_without_renormalisation():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +16,7 @@ from dsv32_fast.options import PRESETS, Options, resolve
 from dsv32_fast.plan import consumer_bytes
 
 ROWS, TOPK = 128, 2048
+pytestmark = pytest.mark.filterwarnings("error")  # torch only warns when it resizes an output of the wrong shape
 
 
 def make(options: Options, **config: object) -> MetadataBuilder:
@@ -24,27 +28,71 @@ def decode(*seqs: int, rows: int = 0) -> StepBatch:
     return StepBatch(query_lens=(1,) * len(seqs), seq_lens=seqs, num_tokens=rows)
 
 
-def test_buffers_are_those_of_vllms_sparse_builder() -> None:
-    builder = make(PRESETS["pr42982"])
+@pytest.mark.parametrize("rows", [ROWS, 101])
+def test_buffers_are_those_of_vllms_sparse_builder(rows: int) -> None:
+    builder = make(PRESETS["pr42982"], max_num_batched_tokens=rows)
     sizes = {
-        "req_id_per_token_N": ROWS,
-        "paged_kv_indices_NK": ROWS * TOPK,
-        "paged_kv_indptr_N1": ROWS + 1,
-        "qo_indptr_N1": ROWS + 1,
-        "paged_kv_last_page_len_N": ROWS,
+        "req_id_per_token_N": rows,
+        "paged_kv_indices_NK": rows * TOPK,
+        "paged_kv_indptr_N1": rows + 1,
+        "qo_indptr_N1": rows + 1,
+        "paged_kv_last_page_len_N": rows,
     }
     for name, size in sizes.items():
         buffer = getattr(builder, name)
         assert (buffer.shape, buffer.dtype) == ((size,), torch.int32), name
     assert not builder.req_id_per_token_N.any()
     assert not builder.paged_kv_indices_NK.any()
-    assert torch.equal(builder.qo_indptr_N1, torch.arange(ROWS + 1, dtype=torch.int32))
+    assert torch.equal(builder.qo_indptr_N1, torch.arange(rows + 1, dtype=torch.int32))
     assert (builder.paged_kv_last_page_len_N == 1).all()
     info = emulated.get_mla_metadata_info_v1(
-        ROWS, 1, 32, torch.bfloat16, torch.bfloat16, is_sparse=True, fast_mode=True
+        rows, 1, 32, torch.bfloat16, torch.bfloat16, is_sparse=True, fast_mode=True
     )
     for buffer, (shape, dtype) in zip(builder.plan, info, strict=True):
         assert (buffer.numel(), buffer.dtype) == (int(np.prod(shape)), dtype)
+
+
+def test_the_sizes_of_a_rank_are_deepseeks() -> None:
+    config = BuilderConfig()
+    assert (config.num_heads, config.topk, config.max_num_batched_tokens, config.compute_units) == (32, 2048, 8192, 256)
+
+
+def test_the_planner_is_called_as_vllm_calls_it() -> None:
+    """vLLM's ROCm sparse backend: one row of one token per query token, pages of one token, 16 of them a block."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    kernels: Any = SimpleNamespace(
+        get_mla_metadata_info_v1=emulated.get_mla_metadata_info_v1,
+        get_mla_metadata_v1=lambda *args, **kwargs: calls.append((args, kwargs)),
+    )
+    config = BuilderConfig(num_heads=8, max_num_batched_tokens=5, topk=TOPK, q_dtype=torch.float8_e4m3fn)
+    builder = MetadataBuilder(config=config, options=PRESETS["vllm026"], kernels=kernels)
+    metadata = builder.build(StepBatch(query_lens=(2,), seq_lens=(300,), num_tokens=3, max_seq_len=300))
+    ((args, kwargs),) = calls
+    assert [len(tensor) for tensor in args[:3]] == [4, 4, 3]
+    assert args[3:6] == (16, 1, True)
+    plan, tensors = builder.plan, (*args[:3], *args[6:])
+    expected = (
+        metadata.qo_indptr_T1,
+        metadata.paged_kv_indptr_T1,
+        metadata.paged_kv_last_page_len_T,
+        plan.work_metadata_ptrs,
+        plan.work_info_set,
+        plan.work_indptr,
+        plan.reduce_indptr,
+        plan.reduce_final_map,
+        plan.reduce_partial_map,
+    )
+    assert all(given is wanted for given, wanted in zip(tensors, expected, strict=True))
+    assert kwargs == {
+        "page_size": 1,
+        "kv_granularity": 16,
+        "max_seqlen_qo": 1,
+        "uni_seqlen_qo": 1,
+        "fast_mode": True,
+        "max_split_per_batch": 2,
+        "dtype_q": torch.float8_e4m3fn,
+        "dtype_kv": torch.bfloat16,
+    }
 
 
 def test_heads_are_padded_to_sixteen() -> None:
@@ -82,6 +130,13 @@ def test_tail_clear_counts_exactly_what_a_shrink_leaves() -> None:
     shrink = 4 * ((50 - 10) + TOPK * (64 - 16))
     indptr_tail = 4 * (ROWS + 1 - 17)
     assert builder.counts.bytes_cleared - before == shrink + indptr_tail
+
+
+def test_a_first_step_has_nothing_to_clear_but_the_indptr_tail() -> None:
+    for rows in (0, 3):
+        builder = make(PRESETS["pr42982"])
+        builder.build(decode(*[4096] * rows))
+        assert builder.counts.bytes_cleared == 4 * (ROWS - rows)
 
 
 def test_full_clear_counts_every_buffer() -> None:

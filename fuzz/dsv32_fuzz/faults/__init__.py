@@ -9,6 +9,7 @@ from dsv32_fuzz.faults import (
     graph,
     harness,
     indexer,
+    interface,
     key,
     latency,
     moe,
@@ -36,6 +37,7 @@ CATALOGUE: tuple[Fault, ...] = (
     *moe.FAULTS,
     *mtp.FAULTS,
     *latency.FAULTS,
+    *interface.FAULTS,
     *harness.FAULTS,
 )
 FAULTS: dict[str, Fault] = {fault.name: fault for fault in CATALOGUE}

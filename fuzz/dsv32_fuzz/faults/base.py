@@ -55,6 +55,7 @@ AREAS: dict[str, Area] = {
     "moe": Area(title="experts", families=("moe", "router")),
     "mtp": Area(title="drafts (MTP)", families=("traffic", "step", "serving")),
     "latency": Area(title="cost of a step", families=("serving", "step", "graph")),
+    "interface": Area(title="kernel interface", families=("interface",)),
     "harness": Area(title="the harness itself", families=()),
 }
 

@@ -295,19 +295,32 @@ def _task(kind: str, name: str, gate: Gate, seed: int) -> FaultRow | ControlRow:
     return run_control(name, gate, seed) if kind == "control" else run_fault(FAULTS[name], gate, seed)
 
 
-def run_rows(names: Sequence[str], gate: Gate, seed: int, jobs: int) -> Iterator[FaultRow | ControlRow]:
-    """The rows of the named faults and the controls of their presets, as they are done.
+def tasks_of(names: Sequence[str], done: Iterable[FaultRow | ControlRow] = ()) -> list[tuple[str, str]]:
+    """Kind and name of the rows of the named faults: the controls of their presets, then the faults, less the done.
 
     Raises:
-        ValueError: an unknown fault, or a number of jobs that is not positive.
+        ValueError: an unknown fault.
     """
     unknown = [name for name in names if name not in FAULTS]
     if unknown:
         raise ValueError(f"unknown fault {unknown[0]!r}; `dsv32 faults --list` names all of them")
+    presets = dict.fromkeys(FAULTS[name].options for name in names)
+    finished = {("fault", row.fault) if isinstance(row, FaultRow) else ("control", row.options) for row in done}
+    tasks = [("control", preset) for preset in presets] + [("fault", name) for name in names]
+    return [task for task in tasks if task not in finished]
+
+
+def run_rows(
+    names: Sequence[str], gate: Gate, seed: int, jobs: int, done: Iterable[FaultRow | ControlRow] = ()
+) -> Iterator[FaultRow | ControlRow]:
+    """The rows of the named faults and the controls of their presets that are not `done`, as they come.
+
+    Raises:
+        ValueError: an unknown fault, or a number of jobs that is not positive.
+    """
+    tasks = tasks_of(names, done)
     if jobs < 1:
         raise ValueError(f"jobs is {jobs}; give a positive number of processes")
-    presets = dict.fromkeys(FAULTS[name].options for name in names)
-    tasks = [("control", preset) for preset in presets] + [("fault", name) for name in names]
     if jobs == 1:
         yield from (_task(kind, name, gate, seed) for kind, name in tasks)
         return
@@ -315,7 +328,7 @@ def run_rows(names: Sequence[str], gate: Gate, seed: int, jobs: int) -> Iterator
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         waiting = [pool.submit(_task, kind, name, gate, seed) for kind, name in tasks]
         try:
-            yield from (done.result() for done in as_completed(waiting))
+            yield from (finished.result() for finished in as_completed(waiting))
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -12,14 +12,18 @@ import typer
 
 from dsv32_fuzz.case import save_case, write_atomically
 from dsv32_fuzz.faults import AREAS, CATALOGUE, of_area
-from dsv32_fuzz.faults.matrix import assemble, run_rows
+from dsv32_fuzz.faults.journal import Run, finished, read, written
+from dsv32_fuzz.faults.matrix import assemble, run_rows, tasks_of
 from dsv32_fuzz.faults.picture import heat_map
-from dsv32_fuzz.faults.results import ControlRow, FaultRow, Gate, KillMatrix
+from dsv32_fuzz.faults.results import ControlRow, FaultRow, KillMatrix
 from dsv32_reports.commands.common import Json, command
 from dsv32_reports.model import EXIT_USAGE
 
 Only = Annotated[str, typer.Option("--only", metavar="AREA", help=f"One area: {', '.join(AREAS)}.")]
-Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Write faults.json, faults.svg and cases here.")]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="Write faults.json, faults.svg and cases here; an ended run goes on."),
+]
 
 
 @command
@@ -44,7 +48,7 @@ def faults(
     if catalogue:
         _list(names, json)
         return 0
-    matrix = _run(names, gate, seed, jobs, quiet=json)
+    matrix = _run(Run(gate=gate, seed=seed, names=tuple(names)), jobs, out, quiet=json)
     if out is not None:
         write(matrix, out)
     print(msgspec.json.encode(matrix).decode() if json else summary(matrix))
@@ -72,13 +76,18 @@ def _list(names: list[str], json: bool) -> None:
         print(f"{fault.name:<32} {fault.area:<10} {fault.story} [{fault.reference}]")
 
 
-def _run(names: list[str], gate: Gate, seed: int, jobs: int, *, quiet: bool) -> KillMatrix:
-    started, rows = time.monotonic(), []
-    for row in run_rows(names, gate, seed, jobs):
+def _run(run: Run, jobs: int, out: Path | None, *, quiet: bool) -> KillMatrix:
+    old = [] if out is None else read(out, run)
+    new = run_rows(run.names, run.gate, run.seed, jobs, old)
+    total, started, rows = len(tasks_of(run.names)), time.monotonic(), []
+    if old and not quiet:
+        print(f"{len(old)} of {total} rows are there already", flush=True)
+    for row in new if out is None else written(out, run, old, new):
         rows.append(row)
-        if not quiet:
-            print(_line(row), flush=True)
-    return assemble(rows, gate, seed, time.monotonic() - started)
+        left = (time.monotonic() - started) / max(1, len(rows) - len(old)) * (total - len(rows))
+        if not quiet and len(rows) > len(old):
+            print(f"{len(rows):>3}/{total}, {left / 60:.0f} min left  {_line(row)}", flush=True)
+    return assemble(rows, run.gate, run.seed, time.monotonic() - started)
 
 
 def _line(row: FaultRow | ControlRow) -> str:
@@ -108,7 +117,7 @@ def summary(matrix: KillMatrix) -> str:
 
 
 def write(matrix: KillMatrix, folder: Path) -> None:
-    """faults.json, faults.svg, and one case per kill that was searched for."""
+    """faults.json, faults.svg, and one case per kill that was searched for, in the place of the run's journal."""
     (folder / "cases").mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "faults.json", msgspec.json.format(msgspec.json.encode(matrix), indent=2) + b"\n")
     write_atomically(folder / "faults.svg", heat_map(matrix).encode())
@@ -117,3 +126,4 @@ def write(matrix: KillMatrix, folder: Path) -> None:
             case = kill.saved()
             if case is not None:
                 save_case(case, folder / "cases" / f"{row.fault}-{kill.check}.json")
+    finished(folder)
