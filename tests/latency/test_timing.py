@@ -75,7 +75,8 @@ def test_blocks_that_were_hit_move_nothing() -> None:
     assert found.differs
     assert found.ratio == pytest.approx(1.03, abs=0.01)
     assert found.spread < 0.02
-    assert spread_of(np.random.default_rng(0).normal(0, 1, 20_000)) == pytest.approx(1.0, abs=0.05)
+    # The efficiency of that mean for normal values is 0.837.
+    assert spread_of(np.random.default_rng(0).normal(0, 1, 20_000)) == pytest.approx(0.837**-0.5, rel=0.02)
 
 
 def test_equal_sides_without_spread() -> None:
@@ -106,9 +107,9 @@ def test_verdicts(low: float, high: float, p: float, expected: str) -> None:
 
 
 def test_the_budget_grows_with_the_spread_and_says_when_it_does_not_suffice() -> None:
-    quiet, loud = (choose_budget(draws(0.0, s, 40, 0), 0.03, 400) for s in (0.02, 0.06))
+    quiet, loud = (choose_budget(draws(0.0, s, 40, 0), 0.03, 400) for s in (0.06, 0.12))
     assert FEWEST_BLOCKS <= quiet.blocks < loud.blocks <= 400
-    assert loud.blocks / quiet.blocks == pytest.approx(9, rel=0.1)
+    assert loud.blocks / quiet.blocks == pytest.approx(4, rel=0.1)
     hopeless = choose_budget(draws(0.0, 0.5, 40, 0), 0.03, 400)
     assert (hopeless.blocks, hopeless.sufficient) == (400, False)
     assert hopeless.detectable > 0.1
