@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from dsv32_fuzz.latency import selftest
 from dsv32_fuzz.latency.selftest import SelfTestSpec, Trial, builder_subject, keep_trial, kept_trials, summary, trials
-from dsv32_fuzz.latency.statistics import choose_budget, ratio_interval
+from dsv32_fuzz.latency.statistics import choose_budget, ratio_interval, verdict
 from dsv32_fuzz.latency.timing import Samples, Subject
 from dsv32_reports.cli import app
 
@@ -33,7 +33,14 @@ def timed(effect: float, number: int, slowed: bool, spread: float = 0.01) -> Tri
         seed=0,
     )
     interval = ratio_interval(samples.log_ratios())
-    return Trial(number=number, slowed=slowed, budget=budget, interval=interval, samples=samples)
+    return Trial(
+        number=number,
+        slowed=slowed,
+        budget=budget,
+        interval=interval,
+        verdict=verdict(interval, 0.01),
+        samples=samples,
+    )
 
 
 SPEC = SelfTestSpec(null_runs=8, effect_runs=2)
@@ -61,6 +68,9 @@ def test_verdicts_can_fail() -> None:
     assert (alarming.verdict, alarming.failures) == ("FAILED", ["8 false alarms in 8, limit 2"])
     blind = summary(SPEC, all_trials(slowed=0.0))
     assert (blind.verdict, blind.failures) == ("FAILED", ["power 0.00, required 0.97"])
+    # Equal sides that differ by less than the margin are no alarm, and are counted.
+    small = summary(SPEC, [timed(0.005, i, False, spread=0.001) for i in range(8)])
+    assert (small.false_alarms, small.small_differences) == (0, 8)
     # Faster is no detection of a slowdown.
     assert summary(SPEC, all_trials(slowed=-0.03)).detected == 0
     assert summary(SPEC, all_trials()[:7]).verdict == "INCOMPLETE"
@@ -82,7 +92,9 @@ def test_the_budget_of_a_trial_comes_from_the_runs_before_it(monkeypatch: pytest
         firsts = ((True,) * pairs,) * blocks
         return Samples(a="A", b=b.name, blocks_a=sides[0], blocks_b=sides[1], a_first=firsts, cold=False, seed=seed)
 
+    known = ratio_interval(np.zeros(20))
     monkeypatch.setattr(selftest, "time_blocks", time_blocks)
+    monkeypatch.setattr(selftest, "ratio_interval", lambda _logs, **_: known)
     found = list(trials(SelfTestSpec(null_runs=8, effect_runs=4)))
     first, *budgets = asked
     assert first == selftest.NULL_BLOCKS

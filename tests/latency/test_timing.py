@@ -24,7 +24,7 @@ from dsv32_fuzz.latency.attribution import Plan, comparisons, time_setting
 from dsv32_fuzz.latency.device import device_state
 from dsv32_fuzz.latency.evidence import read_evidence
 from dsv32_fuzz.latency.roofline import MI355X_PEAKS, active_weights, host_peaks, step_floor
-from dsv32_fuzz.latency.statistics import FEWEST_BLOCKS, Interval, choose_budget, ratio_interval, verdict
+from dsv32_fuzz.latency.statistics import FEWEST_BLOCKS, Interval, choose_budget, ratio_interval, spread_of, verdict
 from dsv32_fuzz.latency.step import Part, Setting, TimingSpec, step_subject, time_in_fresh_process
 from dsv32_fuzz.latency.timing import (
     ImpossibleTimeError,
@@ -48,7 +48,8 @@ def draws(effect: float, spread: float, pairs: int, seed: int) -> np.ndarray:
 def test_the_interval_on_known_data() -> None:
     found = ratio_interval(draws(0.05, 0.02, 60, 0))
     assert found.low < found.ratio < found.high
-    assert found.ratio == pytest.approx(np.exp(draws(0.05, 0.02, 60, 0).mean()))
+    inner = np.sort(draws(0.05, 0.02, 60, 0))[15:-15]
+    assert found.ratio == pytest.approx(np.exp(inner.mean()))
     assert found.differs
     assert ratio_interval(draws(0.05, 0.02, 60, 0)) == found
     mirrored = ratio_interval(-draws(0.05, 0.02, 60, 0))
@@ -57,13 +58,25 @@ def test_the_interval_on_known_data() -> None:
 
 
 def test_false_alarms_and_power_on_heavy_tails() -> None:
-    """More than 5 alarms in 100 have a chance of 0.05 %, more than 3 lost in 40 at power 0.995 one of 5e-5."""
-    nulls = [ratio_interval(draws(0.0, 0.02, FEWEST_BLOCKS, s)).differs for s in range(100)]
-    assert sum(nulls) <= 5
+    """More than 3 alarms in 40 have a chance of 0.07 %, more than 2 lost in 20 at power 0.995 one of 0.01 %."""
+    nulls = [ratio_interval(draws(0.0, 0.02, FEWEST_BLOCKS, s)).differs for s in range(40)]
+    assert sum(nulls) <= 3
     budget = choose_budget(draws(0.0, 0.02, 40, 1000), 0.03, 400)
     assert budget.sufficient
-    found = [ratio_interval(draws(0.03, 0.02, budget.blocks, 2000 + s)).differs for s in range(40)]
-    assert sum(found) >= 37
+    found = [ratio_interval(draws(0.03, 0.02, budget.blocks, 2000 + s)).differs for s in range(20)]
+    assert sum(found) >= 18
+
+
+def test_blocks_that_were_hit_move_nothing() -> None:
+    """One block in twenty off by 60 % on a machine that was quiet when the budget was made."""
+    hit = draws(0.03, 0.01, FEWEST_BLOCKS, 0)
+    hit[7] = -0.6
+    found = ratio_interval(hit)
+    assert found.differs
+    assert found.ratio == pytest.approx(1.03, abs=0.01)
+    assert found.spread < 0.02
+    # The efficiency of that mean for normal values is 0.837.
+    assert spread_of(np.random.default_rng(0).normal(0, 1, 20_000)) == pytest.approx(0.837**-0.5, rel=0.02)
 
 
 def test_equal_sides_without_spread() -> None:
@@ -94,9 +107,9 @@ def test_verdicts(low: float, high: float, p: float, expected: str) -> None:
 
 
 def test_the_budget_grows_with_the_spread_and_says_when_it_does_not_suffice() -> None:
-    quiet, loud = (choose_budget(draws(0.0, s, 40, 0), 0.03, 400) for s in (0.02, 0.06))
+    quiet, loud = (choose_budget(draws(0.0, s, 40, 0), 0.03, 400) for s in (0.06, 0.12))
     assert FEWEST_BLOCKS <= quiet.blocks < loud.blocks <= 400
-    assert loud.blocks / quiet.blocks == pytest.approx(9, rel=0.1)
+    assert loud.blocks / quiet.blocks == pytest.approx(4, rel=0.1)
     hopeless = choose_budget(draws(0.0, 0.5, 40, 0), 0.03, 400)
     assert (hopeless.blocks, hopeless.sufficient) == (400, False)
     assert hopeless.detectable > 0.1
@@ -314,7 +327,7 @@ def test_the_changed_parts_hold_every_mixtures_router() -> None:
         assert not torch.equal(before, hidden)
 
 
-def test_a_fresh_process_gives_samples_or_its_last_line() -> None:
+def test_a_fresh_process_gives_samples_or_its_last_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     spec = TimingSpec(
         name_a="A",
         name_b="B",
@@ -326,9 +339,12 @@ def test_a_fresh_process_gives_samples_or_its_last_line() -> None:
     )
     samples = time_in_fresh_process(spec)
     assert (len(samples.blocks_a), len(samples.blocks_b[0]), samples.a) == (2, 1, "A")
-    impossible = msgspec.structs.replace(spec, setting=msgspec.structs.replace(spec.setting, clock="device"))
-    with pytest.raises(RuntimeError, match="timing process ended with 1: "):
-        time_in_fresh_process(impossible)
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho Traceback >&2\necho out of memory >&2\nexit 3\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(broken))
+    with pytest.raises(RuntimeError, match="timing process ended with 3: out of memory"):
+        time_in_fresh_process(spec)
 
 
 def test_comparisons_are_each_alone_each_last_and_all() -> None:

@@ -15,7 +15,6 @@ from typing import Literal
 import msgspec
 
 from dsv32_fuzz.latency.attribution import Plan, Timed, Timings
-from dsv32_fuzz.latency.device import device_state
 from dsv32_fuzz.latency.statistics import ALPHA, Verdict, ratio_interval, verdict
 from dsv32_fuzz.latency.timing import Blocks, log_ratios
 from dsv32_fuzz.traces.compare import Claim, TraceComparison, ratio_of_steps
@@ -123,7 +122,7 @@ def of_timings(timings: Sequence[Timings], plan: Plan, *, complete: bool) -> Evi
     """What `dsv32 bench step` timed, whole steps first."""
     ordered = sorted(timings, key=lambda one: one.setting.part != "whole")
     real = plan.clock == "device" and plan.kernels == "aiter"
-    found = Evidence(
+    return Evidence(
         kind="device" if real else "emulated",
         complete=complete,
         measured=f"{plan.clock} time of a step of {plan.layers} layers of small widths, {plan.kernels} kernels",
@@ -131,9 +130,8 @@ def of_timings(timings: Sequence[Timings], plan: Plan, *, complete: bool) -> Evi
         seed=plan.seed,
         null=tuple(_of_timed(one.null, one) for one in ordered),
         compared=tuple(_of_timed(timed, one) for one in ordered for timed in one.compared),
-        device=tuple(state for one in ordered for state in one.states) or (device_state(),),
+        device=tuple(state for one in ordered for state in one.states),
     )
-    return judged(found)
 
 
 def of_traces(found: TraceComparison) -> Evidence:

@@ -25,7 +25,7 @@ from dsv32_fast.batch import StepBatch
 from dsv32_fast.metadata import BuilderConfig, MetadataBuilder
 from dsv32_fast.options import PRESETS
 from dsv32_fuzz.latency.seam import HollowKernels
-from dsv32_fuzz.latency.statistics import ALPHA, Budget, Interval, choose_budget, ratio_interval
+from dsv32_fuzz.latency.statistics import ALPHA, Budget, Interval, Verdict, choose_budget, ratio_interval, verdict
 from dsv32_fuzz.latency.timing import CLOCKS, Samples, Subject, pairs_per_block, time_blocks
 
 BATCH, ROWS, CONTEXT, INPUTS = 64, 512, 5000, 997
@@ -44,6 +44,8 @@ class SelfTestSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     effect: float = 0.03
     """The slowdown to detect, as a share of the step."""
+    margin: float = 0.01
+    """Smallest effect that matters, as in `dsv32 bench step`."""
     null_runs: int = 200
     effect_runs: int = 50
     most_blocks: int = MOST_BLOCKS
@@ -75,12 +77,13 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     slowed: bool
     budget: Budget
     interval: Interval
+    verdict: Verdict
     samples: Samples
 
     @property
     def hit(self) -> bool:
         """A false alarm; with the slowdown, that B was called slower."""
-        return self.interval.differs and (self.interval.ratio > 1 or not self.slowed)
+        return self.verdict == "slower" or (not self.slowed and self.verdict == "faster")
 
 
 class SelfTest(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +100,9 @@ class SelfTest(msgspec.Struct, frozen=True, kw_only=True):
     """Median step, in seconds of the clock."""
     null_runs: int
     false_alarms: int
+    """Identical sides of which one was called faster or slower."""
+    small_differences: int
+    """Identical sides that differ by the statistics, and by less than the margin: their verdict is no alarm."""
     false_alarm_limit: int
     """The 99.8 % quantile of the false alarms at the nominal rate: 7 of 200 at 1 %."""
     effect_runs: int
@@ -171,7 +177,14 @@ def trials(spec: SelfTestSpec, done: int = 0) -> Iterator[Trial]:
             a, slower if slowed else same, budget.blocks, pairs, clock=clock, seed=spec.seed + 1 + number
         )
         interval = ratio_interval(samples.log_ratios(), seed=spec.seed + number)
-        yield Trial(number=number, slowed=slowed, budget=budget, interval=interval, samples=samples)
+        yield Trial(
+            number=number,
+            slowed=slowed,
+            budget=budget,
+            interval=interval,
+            verdict=verdict(interval, spec.margin),
+            samples=samples,
+        )
         if not slowed:
             recent.extend(samples.log_ratios().tolist())
 
@@ -194,6 +207,7 @@ def summary(spec: SelfTestSpec, found: Sequence[Trial]) -> SelfTest:
         step_s=float(np.median([one.samples.medians()[0] for one in found])),
         null_runs=len(null),
         false_alarms=sum(one.hit for one in null),
+        small_differences=sum(one.interval.differs and not one.hit for one in null),
         false_alarm_limit=int(stats.binom.ppf(0.998, max(1, len(null)), ALPHA)),
         effect_runs=len(slowed),
         detected=sum(one.hit for one in slowed),

@@ -300,7 +300,10 @@ def _show_selftest(found: SelfTest) -> None:
         f"{found.verdict}: {found.spec.clock} time, step {1e6 * found.step_s:.0f} us, A/A spread "
         f"{100 * found.spread:.2f} % per block of {found.pairs} pairs, budget {median} blocks ({least} to {most})"
     )
-    print(f"false alarms: {found.false_alarms} of {found.null_runs} (nominal 1 %, limit {found.false_alarm_limit})")
+    print(
+        f"false alarms: {found.false_alarms} of {found.null_runs} (nominal 1 %, limit {found.false_alarm_limit}), "
+        f"{found.small_differences} more differ by less than the margin of {100 * found.spec.margin:g} %"
+    )
     print(
         f"slowdown of {effect:g} % (busy loop of {1e4 * effect * found.step_s:.1f} us): detected {found.detected} of "
         f"{found.effect_runs}, required {found.required_power:g}"
