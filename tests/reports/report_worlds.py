@@ -35,6 +35,10 @@ def reached(check: str, scope: str, status: Status = Status.PASSED, **measured: 
     return VerdictReached(phase=phase, scope=scope, verdict=verdict)
 
 
+NOT_MADE = ("accuracy", "router_precision", "latency", "corpus_cases", "ledger")
+"""Checks whose evidence a user gives; a run without it says nothing of them."""
+
+
 def everything(status: Status = Status.PASSED) -> list[VerdictReached]:
     names = [check.name for check in STEP_CHECKS]
     events = [reached(name, scope, status) for name in names for scope in EVERYWHERE]
