@@ -26,7 +26,7 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     "drift_free": ("decode", "mixed"),
     "sensitivity": (),
     "accuracy": (),
-    "router_precision": (),
+    "checkpoint_router": (),
     "latency": (),
     "corpus_cases": (),
     "ledger": (),
@@ -92,7 +92,7 @@ GATES: dict[str, tuple[str, str, frozenset[str]]] = {
     "router_precision": (
         "Router precision",
         "rounding router logits and bias to bf16 changes the experts of few enough tokens of the user's checkpoint",
-        frozenset({"router_precision"}),
+        frozenset({"checkpoint_router"}),
     ),
     "latency": (
         "Latency",

@@ -30,6 +30,12 @@ DEFAULT_LIMITS: dict[str, float | None] = {"accuracy": 0.01, "router_precision":
 """Share of answers lost; share of tokens that change experts (no limit unless the policy sets one); share slower."""
 
 
+class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of results of lm-evaluation-harness."""
+
+    counts: list[Counts]
+
+
 class RouterStudy(msgspec.Struct, frozen=True, kw_only=True):
     """What `dsv32 router --json` prints."""
 
@@ -44,8 +50,8 @@ def accuracy_given(baseline: Path, candidate: Path) -> EvidenceGiven:
     Raises:
         ValueError: see `read_counts`.
     """
-    counts = msgspec.to_builtins(read_counts(baseline, candidate))
-    return _given("accuracy", (baseline, candidate), {"counts": counts})
+    kept = Accuracy(counts=read_counts(baseline, candidate))
+    return _given("accuracy", (baseline, candidate), msgspec.to_builtins(kept))
 
 
 def router_study_given(path: Path) -> EvidenceGiven:
@@ -115,7 +121,7 @@ def limit_of(gate: str, policy: Policy) -> float | None:
 def _accuracy(document: dict[str, Any], policy: Policy) -> Iterator[Statistic]:
     margin = limit_of("accuracy", policy)
     assert margin is not None
-    for counts in msgspec.convert(document["counts"], list[Counts]):
+    for counts in msgspec.convert(document, Accuracy).counts:
         yield non_inferiority(counts, margin)
 
 
@@ -130,11 +136,13 @@ def _of_router(study: RouterStudy, limit: float | None) -> Iterator[Statistic]:
         shift: dict[str, float | int | str] = {}
         if layer.weight_shift is not None:
             shift = {"weight_shift": layer.weight_shift}
-        both = layer.flips["both"]
+        both = layer.flips.get("both")
+        if both is None:
+            raise ValueError(f"layer {layer.layer} has no flips of logits and bias rounded together")
         bound = failure_rate_upper_bound(both.flipped, both.tokens)
         level = 1.0 if limit is None else min(limit, 1.0)
         yield Statistic(
-            check="router_precision",
+            check="checkpoint_router",
             scope=f"layer {layer.layer}",
             told=(
                 f"{both.flipped} of {both.tokens} tokens change experts in bf16, at most {bound:.2%} (95 %, "
@@ -169,6 +177,8 @@ def _latency(document: dict[str, Any], policy: Policy) -> Iterator[Statistic]:
     limit = limit_of("latency", policy)
     assert limit is not None
     evidence = judged(msgspec.convert(document, Evidence))
+    if not evidence.compared:
+        raise ValueError("evidence of latency that compares nothing")
     one = evidence.compared[0]
     told = f"{one.name}, after / before = {one.ratio:.4f} ({evidence.kind}: {evidence.measured})"
     measured: dict[str, float | int | str] = {"ratio": one.ratio}
