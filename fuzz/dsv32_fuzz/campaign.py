@@ -1,9 +1,10 @@
 """A campaign: a time-boxed run of every check over one target, told as a stream of events.
 
-The phases, in order: the recorded plans (is the emulated planner AITER's?), the proof by exhaustion (is the key exact
+The phases, in order: the recorded plans (is the emulated planner AITER's?), recorded decodes (is the reference right?),
+cases of a corpus that are known, the proof by exhaustion (is the key exact
 in a small world?), independently seeded workload sequences (how often does a real schedule fail?), a search per traffic
 class (what is the smallest case that fails?), a search per family of checks that draw their own input, faults
-injected on purpose (would the checks see them?), and the skip-rate table.
+injected on purpose (would the checks see them?), a long decode beside the reference, and the skip-rate table.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import random
 import time
 from collections.abc import Callable, Collection, Generator, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -23,6 +23,7 @@ from dsv32_fuzz.checks import merge, run_case
 from dsv32_fuzz.checks.catalogue import INPUT_CHECKS, STEP_CHECKS, STEP_CHECKS_BY_NAME
 from dsv32_fuzz.checks.exhaustive import WORLDS_ANY_Q, WORLDS_Q1, prove_key
 from dsv32_fuzz.checks.own_input import InputCheck
+from dsv32_fuzz.drift import decode_drift
 from dsv32_fuzz.events import (
     Event,
     PhaseFinished,
@@ -35,9 +36,8 @@ from dsv32_fuzz.events import (
 )
 from dsv32_fuzz.explore import counterexample, explore
 from dsv32_fuzz.faults.sensitivity import one_per_area, sensitivity, whole_catalogue
-from dsv32_fuzz.golden.components import ComponentReplay
-from dsv32_fuzz.golden.decodes import RunReplay, replay_decodes
-from dsv32_fuzz.golden.plans import DEFINED, UNDEFINED, replay_plans
+from dsv32_fuzz.golden.verdicts import SHORT_RUNS, recorded_plans, reference_self_check
+from dsv32_fuzz.known_cases import KnownCases, known_cases
 from dsv32_fuzz.properties import OwnInput, StepTraffic
 from dsv32_fuzz.strategies import WORLDS, World
 from dsv32_fuzz.targets import Target
@@ -62,6 +62,12 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Per such check at least, whatever the time."""
     shrink_seconds: float
     """Per failing check, for Hypothesis and as much again for dropping steps and requests."""
+    reference_runs: tuple[str, ...] | None = SHORT_RUNS
+    """Recorded decodes that the reference is held against; None: all."""
+    drift_steps: int
+    """Of the long decode, for each of its schedules."""
+    drift_judged: int
+    """Steps of it whose stages are held against their bounds."""
     faults: Literal["none", "one per area", "all"] = "none"
     """Faults injected to see whether the checks see them."""
     table_requests: tuple[int, ...]
@@ -76,6 +82,8 @@ PROFILES: dict[str, Profile] = {
         check_seconds=0.3,
         check_examples=5,
         shrink_seconds=1.5,
+        drift_steps=20,
+        drift_judged=2,
         table_requests=(128,),
     ),
     "signoff": Profile(
@@ -86,6 +94,8 @@ PROFILES: dict[str, Profile] = {
         check_examples=10,
         shrink_seconds=4,
         faults="one per area",
+        drift_steps=200,
+        drift_judged=8,
         table_requests=(640, 128),
     ),
     "release": Profile(
@@ -96,6 +106,9 @@ PROFILES: dict[str, Profile] = {
         check_examples=30,
         shrink_seconds=8,
         faults="all",
+        reference_runs=None,
+        drift_steps=400,
+        drift_judged=20,
         table_requests=(640, 128),
     ),
     "nightly": Profile(
@@ -106,6 +119,9 @@ PROFILES: dict[str, Profile] = {
         check_examples=100,
         shrink_seconds=15,
         faults="all",
+        reference_runs=None,
+        drift_steps=1000,
+        drift_judged=50,
         table_requests=(640, 128),
     ),
 }
@@ -137,15 +153,23 @@ def trial_workload(run_seed: int, number: int) -> tuple[Workload, int, World]:
     return workload, rng.getrandbits(32), rng.choice(WORLDS)
 
 
-def phases(target: Target, profile: Profile, run_seed: int) -> dict[str, Callable[[], Iterator[Event]]]:
+def phases(
+    target: Target, profile: Profile, run_seed: int, known: KnownCases | None = None
+) -> dict[str, Callable[[], Iterator[Event]]]:
     """Every phase of a campaign by name, in order."""
     found: dict[str, Callable[[], Iterator[Event]]] = {
         "recordings": recorded_plans,
+        "reference": partial(reference_self_check, profile.reference_runs),
+    }
+    if known is not None:
+        found["corpus"] = partial(known_cases, target, known)
+    found |= {
         "proof": partial(proof, target),
         "workload": partial(workload_runs, target, profile.workload_seconds, run_seed),
     }
     found.update({f"fuzz:{scope}": partial(search, target, scope, profile, run_seed) for scope in TRAFFIC})
     found.update({f"check:{name}": partial(search_family, target, name, profile, run_seed) for name in families()})
+    found["drift"] = partial(decode_drift, target, profile.drift_steps, profile.drift_judged, run_seed)
     if profile.faults != "none":
         names = one_per_area(run_seed) if profile.faults == "one per area" else whole_catalogue()
         found["sensitivity"] = partial(sensitivity, names, run_seed)
@@ -155,7 +179,12 @@ def phases(target: Target, profile: Profile, run_seed: int) -> dict[str, Callabl
 
 
 def campaign(
-    target: Target, profile: Profile, *, run_seed: int, done: Collection[str] = ()
+    target: Target,
+    profile: Profile,
+    *,
+    run_seed: int,
+    done: Collection[str] = (),
+    known: KnownCases | None = None,
 ) -> Generator[Event, None, None]:
     """Run every phase but those that are `done`; the last event is `RunFinished`.
 
@@ -163,7 +192,7 @@ def campaign(
     """
     started, interrupted = time.monotonic(), False
     try:
-        for name, phase in phases(target, profile, run_seed).items():
+        for name, phase in phases(target, profile, run_seed, known).items():
             if name not in done:
                 began = time.monotonic()
                 yield from phase()
@@ -171,61 +200,6 @@ def campaign(
     except KeyboardInterrupt:
         interrupted = True
     yield RunFinished(seconds=time.monotonic() - started, interrupted=interrupted)
-
-
-def recorded_plans() -> Iterator[Event]:
-    """Whether the emulated planner still gives AITER's recorded plans."""
-    phase = "recordings"
-    yield PhaseStarted(phase=phase, title="replay AITER's recorded plans")
-    for path in (DEFINED, UNDEFINED):
-        yield VerdictReached(phase=phase, scope=path.name.removesuffix(".json.gz"), verdict=plans_verdict(path))
-
-
-def plans_verdict(path: Path) -> Verdict:
-    """The replay of one file of recorded plans, as a verdict.
-
-    Raises:
-        ValueError: not a recording.
-    """
-    replay = replay_plans(path)
-    counts = {"passed": replay.passed, "failed": replay.failed, "skipped": replay.skipped, "refused": replay.refused}
-    told = f"{replay.passed - replay.refused} plans equal"
-    told += f", {replay.refused} calls refused as undefined in AITER" if replay.refused else ""
-    told += f", {replay.skipped} skipped: {'; '.join(replay.skip_reasons)}" if replay.skipped else ""
-    if replay.failed:
-        status, summary = Status.FAILED, f"{replay.failed} plans differ, first {replay.first_difference}"
-    elif replay.compared_nothing:
-        status, summary = Status.MISTRUSTED, f"every plan was skipped: {', '.join(replay.skip_reasons)}"
-    else:
-        status, summary = Status.PASSED, told
-    return Verdict(check="recorded_plans", status=status, summary=summary, measured={**counts})
-
-
-def decodes_verdict(folder: Path, progress: Callable[[str], None] | None = None) -> Verdict:
-    """The replay of a folder of recorded decodes, as a verdict; `progress` gets one line per run.
-
-    Raises:
-        ValueError: not such a folder.
-    """
-    replay = replay_decodes(folder, progress)
-    parts: list[RunReplay | ComponentReplay] = [*replay.runs, *replay.components]
-    wrong = [part for part in parts if not part.right]
-    counts = {
-        "runs": len(replay.runs),
-        "components": len(replay.components),
-        "values": sum(run.values for run in replay.runs),
-        "sets": sum(run.sets for run in replay.runs),
-        "certified_ties": sum(run.ties for run in replay.runs),
-        "wrong": len(wrong),
-    }
-    if wrong:
-        status, summary = Status.FAILED, str(wrong[0])
-    elif not parts:
-        status, summary = Status.MISTRUSTED, "the folder lists no run, so nothing was compared"
-    else:
-        status = Status.PASSED
-        summary = f"{len(replay.runs)} runs and {len(replay.components)} component vectors are as they should be"
-    return Verdict(check="recorded_decodes", status=status, summary=summary, measured={**counts})
 
 
 def search(target: Target, scope: str, profile: Profile, run_seed: int) -> Iterator[Event]:

@@ -83,10 +83,10 @@ def _run(
     try:
         path = path_of(target, config_for(target, MIXED))
         rec = recording(path, run_path(path, events, reference if check == FORCED else None))
-        errors[check] = [logits_error(a, b) for a, b in zip(rec.steps, reference, strict=True)]
-        return judge_forced(rec, errors[check], judged) if check == FORCED else judge_free(rec, reference)
     except TARGET_ERRORS as error:
         return _verdict(check, Status.FAILED, told(error), {})
+    errors[check] = [logits_error(a, b) for a, b in zip(rec.steps, reference, strict=True)]
+    return judge_forced(rec, errors[check], judged) if check == FORCED else judge_free(rec, reference)
 
 
 def judge_forced(rec: Recording, errors: list[float], judged: int) -> Verdict:
@@ -126,15 +126,17 @@ def judge_free(rec: Recording, reference: list[Values]) -> Verdict:
             made += certificate.legal.numel()
             if not certificate.passed and not violation:
                 violation = _illegal(rec, certificate, f"{what} of layer {layer}")
-    flip = first_flip(rec, reference)
     errors = [logits_error(a, b) for a, b in zip(rec.steps, reference, strict=True)]
     measured: Measured = {"steps": len(errors), "choices": made, "largest_logits_error": max(errors)}
+    if violation:
+        return _verdict(FREE, Status.FAILED, violation, measured)
+    flip = first_flip(rec, reference)
     first = "no choice differs from the reference's"
     if flip is not None:
         measured |= {"first_flip_step": flip.step, "first_flip": flip.kind}
         first = f"the runs part at step {flip.step}, layer {flip.layer}, by a legal choice of another {flip.kind}"
     text = f"{len(errors)} steps, {made} choices, each possible for the path's own inputs; {first}"
-    return _verdict(FREE, Status.FAILED if violation else Status.PASSED, violation or text, measured)
+    return _verdict(FREE, Status.PASSED, text, measured)
 
 
 def _illegal(rec: Recording, certificate: Certificate, what: str) -> str:

@@ -5,7 +5,7 @@ Every event is a tagged record that survives JSON, so a journal of events is a c
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -36,6 +36,20 @@ class RunStarted(Event, frozen=True, kw_only=True):
     approver: str = ""
     previous: dict[str, Any] | None = None
     """The last sign-off that this one is compared with: its id, outcome, options, fingerprint and digest."""
+    corpus: str = ""
+    """Folder of cases that are run again, and the ledger of those that may fail; empty if there is none."""
+    ledger: str = ""
+
+
+class EvidenceGiven(Event, frozen=True, kw_only=True):
+    """Evidence that was not made by the run: the raw numbers, so that whoever has the journal can judge it again."""
+
+    kind: Literal["accuracy", "router_precision", "latency"]
+    source: str
+    """The files that it was read from."""
+    sha256: str
+    """Of the content of those files, one behind the other."""
+    document: dict[str, Any]
 
 
 class PhaseStarted(Event, frozen=True, kw_only=True):
@@ -109,6 +123,7 @@ class RunFinished(Event, frozen=True, kw_only=True):
 
 AnyEvent = (
     RunStarted
+    | EvidenceGiven
     | PhaseStarted
     | PhaseFinished
     | Progress

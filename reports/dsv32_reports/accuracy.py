@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from scipy.stats import binomtest
+from scipy.optimize import brentq
+from scipy.stats import binomtest, norm
 
-from dsv32_fuzz.verdict import Status, Verdict
+from dsv32_reports.statistics import Statistic
 
 METRICS = ("exact_match,strict-match", "exact_match,flexible-extract", "exact_match,none", "acc,none")
 MAX_BYTES = 1 << 30
 CONFIDENCE = 0.95
+LARGEST_Z = 8.0
+"""p-values below 6e-16 are told as that."""
 BLIND = (
     "GSM8K 5-shot prompts stay below 2048 tokens: every row attends to all of its keys, so a wrong choice of keys, a "
     "plan that crosses topk or a stale plan under MTP and chunked prefill cannot show in this score"
@@ -55,40 +58,57 @@ def read_counts(baseline: Path, candidate: Path) -> list[Counts]:
     return found
 
 
-def non_inferiority(counts: Counts, margin: float) -> Verdict:
-    """PASSED if the candidate is worse by less than `margin` with 95 % confidence (one-sided), FAILED if it is surely
-    worse by more, MISTRUSTED if the counts cannot tell.
+def non_inferiority(counts: Counts, margin: float) -> Statistic:
+    """Whether the candidate is worse by less than `margin`; p-values by inverting the interval.
 
     Raises:
-        ValueError: the margin is not in (0, 1).
+        ValueError: the margin is not in (0, 1), or the counts are none.
     """
     if not 0 < margin < 1:
-        raise ValueError(f"the margin is {margin}, must be above 0 and below 1")
-    difference, low, high = _interval(counts)
+        raise ValueError(f"the margin of accuracy is {margin}, must be above 0 and below 1")
+    difference, low, high = interval(counts)
     told = (
         f"{counts.task}: {counts.candidate} of {counts.candidate_trials} right against {counts.baseline} of "
         f"{counts.baseline_trials}, difference {100 * difference:+.2f} points, at least {100 * low:+.2f} (95 %)"
     )
-    status = Status.PASSED if low > -margin else Status.FAILED if high < -margin else Status.MISTRUSTED
-    word = {Status.PASSED: "within", Status.FAILED: "beyond", Status.MISTRUSTED: "too few answers to tell"}[status]
-    measured: dict[str, float | int | str] = {"difference": difference, "low": low, "high": high, "margin": margin}
-    summary = f"{told}; {word} the margin of {100 * margin:.1f} points. {BLIND}"
-    return Verdict(check="accuracy", status=status, summary=summary, measured=measured)
+    return Statistic(
+        check="accuracy",
+        scope=counts.task,
+        told=told,
+        limit=f"the margin of {100 * margin:.1f} points",
+        note=BLIND,
+        measured={"difference": difference, "low": low, "high": high, "margin": margin, "largest_loss": -low},
+        p_within=_p_within(counts, difference, margin),
+    )
 
 
-def _interval(counts: Counts) -> tuple[float, float, float]:
-    """Difference candidate - baseline, and its one-sided 95 % bounds on either side."""
-    p, p_low, p_high = _wilson(counts.candidate, counts.candidate_trials)
-    q, q_low, q_high = _wilson(counts.baseline, counts.baseline_trials)
+def _p_within(counts: Counts, difference: float, margin: float) -> float:
+    """The level at which the interval's end on the side of -margin lies on it; half where the difference does."""
+    side, sign = (1, 1.0) if difference > -margin else (2, -1.0)
+
+    def beyond(z: float) -> float:
+        return sign * (interval(counts, float(norm.cdf(z)))[side] + margin)
+
+    if beyond(LARGEST_Z) > 0:
+        p = float(norm.sf(LARGEST_Z))
+    else:
+        p = float(norm.sf(brentq(beyond, 0.0, LARGEST_Z))) if beyond(0.0) > 0 else 0.5
+    return p if side == 1 else 1 - p
+
+
+def interval(counts: Counts, confidence: float = CONFIDENCE) -> tuple[float, float, float]:
+    """Difference candidate - baseline, and its one-sided bounds on either side."""
+    p, p_low, p_high = _wilson(counts.candidate, counts.candidate_trials, confidence)
+    q, q_low, q_high = _wilson(counts.baseline, counts.baseline_trials, confidence)
     phi = 0.0 if counts.both is None else _phi(counts, counts.both)
-    down = math.sqrt((p - p_low) ** 2 - 2 * phi * (p - p_low) * (q_high - q) + (q_high - q) ** 2)
-    up = math.sqrt((p_high - p) ** 2 - 2 * phi * (p_high - p) * (q - q_low) + (q - q_low) ** 2)
+    down = math.sqrt(max(0.0, (p - p_low) ** 2 - 2 * phi * (p - p_low) * (q_high - q) + (q_high - q) ** 2))
+    up = math.sqrt(max(0.0, (p_high - p) ** 2 - 2 * phi * (p_high - p) * (q - q_low) + (q - q_low) ** 2))
     return p - q, p - q - down, p - q + up
 
 
-def _wilson(right: int, trials: int) -> tuple[float, float, float]:
-    interval = binomtest(right, trials).proportion_ci(confidence_level=2 * CONFIDENCE - 1, method="wilson")
-    return right / trials, float(interval.low), float(interval.high)
+def _wilson(right: int, trials: int, confidence: float) -> tuple[float, float, float]:
+    found = binomtest(right, trials).proportion_ci(confidence_level=max(0.0, 2 * confidence - 1), method="wilson")
+    return right / trials, float(found.low), float(found.high)
 
 
 def _phi(counts: Counts, both: int) -> float:

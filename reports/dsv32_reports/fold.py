@@ -17,6 +17,7 @@ from dsv32_fuzz.coverage import EVENTS, LENGTHS, Coverage, merge_coverage, possi
 from dsv32_fuzz.events import (
     CounterexampleFound,
     Event,
+    EvidenceGiven,
     InputSpaceCovered,
     PhaseFinished,
     RunFinished,
@@ -27,7 +28,8 @@ from dsv32_fuzz.events import (
 )
 from dsv32_fuzz.verdict import Status
 from dsv32_reports.gates import by_traffic, decide, make_gates, not_judged
-from dsv32_reports.model import Covered, Finding, Previous, Report, Sequences
+from dsv32_reports.given import verdicts as given_verdicts
+from dsv32_reports.model import Covered, Finding, Given, Previous, Report, Sequences
 from dsv32_reports.policy import policy_of
 from dsv32_reports.statistics import failure_rate_upper_bound
 
@@ -37,6 +39,7 @@ class Evidence:
     """Everything a run said, sorted by kind."""
 
     started: RunStarted | None = None
+    given: list[EvidenceGiven] = field(default_factory=list)
     verdicts: list[VerdictReached] = field(default_factory=list)
     findings: dict[str, CounterexampleFound] = field(default_factory=dict)
     """By file name in the bundle's folder `cases`."""
@@ -52,6 +55,8 @@ class Evidence:
         match event:
             case RunStarted():
                 self.started = event
+            case EvidenceGiven():
+                self.given.append(event)
             case VerdictReached():
                 self.verdicts.append(event)
             case CounterexampleFound():
@@ -90,14 +95,14 @@ def make_report(evidence: Evidence, folder: str) -> Report:
     if started is None:
         raise ValueError("the journal does not begin with RunStarted, so it is not one of a sign-off")
     policy = policy_of(started.policy)
-    gates = make_gates(evidence.verdicts, policy)
+    verdicts = [*evidence.verdicts, *given_verdicts(evidence.given, policy)]
+    gates = make_gates(verdicts, policy, run=started)
     finished = evidence.finished or RunFinished(seconds=0.0, interrupted=True)
     sequences = _sequences(evidence.sequences)
     outcome, reason = decide(
         gates,
         interrupted=finished.interrupted,
         policy=policy,
-        evidence=started.evidence,
         failing_runs=sequences.failure_rate_upper_bound if sequences else None,
     )
     return Report(
@@ -116,8 +121,9 @@ def make_report(evidence: Evidence, folder: str) -> Report:
         approver=started.approver,
         policy=policy,
         previous=_previous(started),
-        gates=[gate for gate in gates if gate.required or gate.lines],
-        traffic=by_traffic(evidence.verdicts, policy),
+        given=[Given(kind=one.kind, source=one.source, sha256=one.sha256) for one in evidence.given],
+        gates=gates,
+        traffic=by_traffic(verdicts, policy),
         findings=[finding(found, name, folder) for name, found in evidence.findings.items()],
         sequences=sequences,
         coverage=covered(merge_coverage(evidence.coverage), started.options),

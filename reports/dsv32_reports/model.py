@@ -54,6 +54,13 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
     limit: float | None = None
 
     @property
+    def judged(self) -> bool:
+        """Whether there was anything to judge; a gate without is shown as NOT JUDGED, and decides nothing unless the
+        policy requires it.
+        """
+        return self.status is not Status.SKIPPED
+
+    @property
     def violations(self) -> str:
         """Violations in scope of how many steps or cases, for a gate without a figure."""
         lines = [line.measured for line in self.lines if line.in_scope]
@@ -65,6 +72,15 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
     def margin(self) -> float | None:
         """How far the figure is below its limit."""
         return None if self.value is None or self.limit is None else self.limit - self.value
+
+
+class Given(msgspec.Struct, frozen=True, kw_only=True):
+    """Evidence that was handed to the sign-off; the journal holds its raw numbers."""
+
+    kind: str
+    source: str
+    """The files that it was read from."""
+    sha256: str
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,6 +159,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     approver: str
     policy: Policy
     previous: Previous | None
+    given: list[Given]
     gates: list[Gate]
     traffic: list[Traffic]
     findings: list[Finding]

@@ -6,7 +6,7 @@ holds: all traffic, emulated evidence, every gate required.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -41,7 +41,7 @@ class GateRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """What the policy asks of one gate."""
 
     need: Literal["required", "optional"] | None = None
-    """None keeps the gate's own: required, and for sensitivity and accuracy only if there is evidence of it.
+    """None keeps the gate's own: required if there is anything to judge, else NOT JUDGED.
 
     An optional gate is shown, and a failure of it is named beside the outcome, but decides nothing.
     """
@@ -72,12 +72,17 @@ class Policy(
         """What is asked of a gate."""
         return self.gates.get(gate, GateRule())
 
+    def with_limit(self, gate: str, limit: float) -> Policy:
+        """The same policy with another limit of one gate."""
+        rule = msgspec.structs.replace(self.rule(gate), limit=limit)
+        return msgspec.structs.replace(self, gates={**self.gates, gate: rule})
+
 
 DEFAULT = Policy()
 
 
-def load_policy(path: Path, known_gates: Sequence[str]) -> Policy:
-    """Read a policy.
+def load_policy(path: Path, known_gates: Sequence[str], measuring: Collection[str] = ()) -> Policy:
+    """Read a policy; only the gates in `measuring` measure a figure that a limit can be set for.
 
     Raises:
         ValueError: no policy; the message is one line that names the file, the place and the remedy.
@@ -89,6 +94,9 @@ def load_policy(path: Path, known_gates: Sequence[str]) -> Policy:
         unknown = sorted(set(policy.gates) - set(known_gates))
         if unknown:
             raise ValueError(f"unknown gate {unknown[0]!r}; known are {', '.join(known_gates)}")
+        blind = sorted(name for name, rule in policy.gates.items() if rule.limit is not None and name not in measuring)
+        if blind:
+            raise ValueError(f"gate {blind[0]} takes no limit; those that do are {', '.join(measuring)}")
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); give a signoff.toml") from error
     except (ValueError, RecursionError) as error:

@@ -17,13 +17,13 @@ from dsv32_fuzz.events import (
     AnyEvent,
     CounterexampleFound,
     Event,
+    EvidenceGiven,
     PhaseFinished,
     RunFinished,
     RunStarted,
-    VerdictReached,
 )
+from dsv32_fuzz.known_cases import KnownCases
 from dsv32_fuzz.targets import Target
-from dsv32_fuzz.verdict import Verdict
 from dsv32_reports.bundle import JOURNAL
 from dsv32_reports.fingerprint import fingerprint
 from dsv32_reports.fold import Evidence
@@ -31,8 +31,6 @@ from dsv32_reports.interrupt import Interrupts
 from dsv32_reports.json_file import journal_line, read_journal
 from dsv32_reports.policy import DEFAULT, Policy
 
-GIVEN = "given"
-"""Phase of evidence that was not made by the run."""
 Listener = Callable[[Event], None]
 
 
@@ -67,6 +65,7 @@ def started(
     policy: Policy = DEFAULT,
     approver: str = "",
     previous: dict[str, Any] | None = None,
+    known: KnownCases | None = None,
 ) -> RunStarted:
     """The first event: what the run is made of, and on what."""
     options_text = describe(target.options) if target.options else target.name
@@ -84,7 +83,17 @@ def started(
         policy=msgspec.to_builtins(policy),
         approver=approver,
         previous=previous,
+        corpus=str(known.corpus.absolute()) if known and known.corpus else "",
+        ledger=str(known.ledger.absolute()) if known and known.ledger else "",
     )
+
+
+def known_of(first: RunStarted) -> KnownCases | None:
+    """The corpus and the ledger that a run was started with."""
+    if not first.corpus and not first.ledger:
+        return None
+    corpus, ledger = (Path(text) if text else None for text in (first.corpus, first.ledger))
+    return KnownCases(corpus=corpus, ledger=ledger)
 
 
 def versions_of(target: Target) -> dict[str, str]:
@@ -94,12 +103,11 @@ def versions_of(target: Target) -> dict[str, str]:
 
 
 def run(
-    first: RunStarted, campaign: Generator[Event, None, None], given: Iterable[Verdict] = ()
+    first: RunStarted, campaign: Generator[Event, None, None], given: Iterable[EvidenceGiven] = ()
 ) -> Generator[Event, None, None]:
     """The events of a sign-off: what it is made of, evidence that was given, then the campaign."""
     yield first
-    for verdict in given:
-        yield VerdictReached(phase=GIVEN, scope=verdict.check, verdict=verdict)
+    yield from given
     yield from campaign
 
 
@@ -118,7 +126,7 @@ def kept_events(folder: Path) -> list[AnyEvent]:
     if any(isinstance(event, RunFinished) and not event.interrupted for event in events):
         raise ValueError(f"{folder} is finished; see its report.html, or start a new sign-off")
     given = 1
-    while given < len(events) and isinstance(event := events[given], VerdictReached) and event.phase == GIVEN:
+    while given < len(events) and isinstance(events[given], EvidenceGiven):
         given += 1
     ends = [number for number, event in enumerate(events, 1) if isinstance(event, PhaseFinished)]
     return events[: max(ends, default=given)]

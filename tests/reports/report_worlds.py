@@ -6,6 +6,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dsv32_fast.batch import StepBatch
 from dsv32_fast.options import PRESETS
 from dsv32_fuzz.case import Case, save_case
@@ -14,6 +16,7 @@ from dsv32_fuzz.coverage import Coverage
 from dsv32_fuzz.events import (
     CounterexampleFound,
     Event,
+    EvidenceGiven,
     InputSpaceCovered,
     PhaseFinished,
     RunFinished,
@@ -22,6 +25,7 @@ from dsv32_fuzz.events import (
     TableMade,
     VerdictReached,
 )
+from dsv32_fuzz.latency.evidence import Compared, Evidence, judged
 from dsv32_fuzz.verdict import Status, Verdict
 from dsv32_reports.bundle import JOURNAL, write_bundle
 from dsv32_reports.fold import fold
@@ -57,6 +61,41 @@ def started(**changes: Any) -> RunStarted:
         "fingerprint": {"dsv32-validation": metadata.version("dsv32-validation"), "torch": "2.13.0"},
     }
     return RunStarted(**(fields | changes))
+
+
+def router_study(*, flipped: int = 2, tokens: int = 500, recorded: bool = True, layers: int = 3) -> dict[str, Any]:
+    """What `dsv32 router --json` prints of `layers` layers, of which the last flips `flipped` tokens."""
+
+    def layer(number: int, flips: int) -> dict[str, Any]:
+        rate = {"flipped": flips, "tokens": tokens, "rate": flips / tokens, "low": 0.0, "high": 1.0, "predicted": 0.0}
+        bias = {"bias_dtype": "float32", "bias_low": 6.817, "bias_high": 7.063, "bf16_step": 2.0**-5}
+        margins = {"margin_median": 1e-3, "margin_low": 1e-5, "load_shift": 0.01, "weight_shift": 0.004}
+        return {
+            "layer": number,
+            "distinct": 256,
+            "distinct_bf16": 9,
+            "collapsed": True,
+            "flips": dict.fromkeys(("logits", "bias", "both"), rate),
+            **bias,
+            **margins,
+        }
+
+    found = [layer(number, 0) for number in range(3, 2 + layers)] + [layer(2 + layers, flipped)]
+    inputs = "recorded: gates.safetensors" if recorded else "synthetic: independent standard normal channels"
+    return {"inputs": inputs, "worst_layer": 2 + layers, "layers": found}
+
+
+def given(kind: Any, document: dict[str, Any]) -> EvidenceGiven:
+    """Evidence as a sign-off keeps it."""
+    return EvidenceGiven(kind=kind, source=f"{kind}.json", sha256="0" * 64, document=document)
+
+
+def trace_evidence(before_ms: float, after_ms: float, steps: int = 300) -> Evidence:
+    """Two traces of an engine whose steps spread by 1 %."""
+    rng = np.random.default_rng(0)
+    a, b = (tuple((1e-3 * ms * (1 + 0.01 * rng.standard_normal(steps))).tolist()) for ms in (before_ms, after_ms))
+    one = Compared(name="decode step", verdict="faster", ratio=1.0, low=1.0, high=1.0, p_value=1.0, a_s=(a,), b_s=(b,))
+    return judged(Evidence(kind="trace", complete=True, measured="step to step", margin=0.01, compared=(one,)))
 
 
 def counterexample() -> CounterexampleFound:

@@ -10,7 +10,7 @@ from report_worlds import reached, whole_run
 
 from dsv32_fuzz.verdict import Status
 from dsv32_reports.fold import fold
-from dsv32_reports.gates import GATES, gate_names
+from dsv32_reports.gates import FIGURES, GATES, gate_names
 from dsv32_reports.model import Outcome, Report
 from dsv32_reports.policy import DEFAULT, Policy, Scope, load_policy
 
@@ -34,13 +34,13 @@ max_failing_runs = 0.05
 [scope]
 mtp_depth = 0
 chunked_prefill = false
-[gates.hygiene]
+[gates.latency]
 need = "optional"
 limit = 0.5
 """
-    policy = load_policy(written(tmp_path, text), tuple(GATES))
+    policy = load_policy(written(tmp_path, text), tuple(GATES), tuple(FIGURES))
     assert policy.scope.outside() >= {"mtp_decode", "chunked_prefill", "mixed"}
-    assert (policy.evidence, policy.max_failing_runs, policy.rule("hygiene").limit) == ("hardware", 0.05, 0.5)
+    assert (policy.evidence, policy.max_failing_runs, policy.rule("latency").limit) == ("hardware", 0.05, 0.5)
     assert load_policy(written(tmp_path, ""), tuple(GATES)) == DEFAULT
 
 
@@ -50,6 +50,7 @@ limit = 0.5
         ("colour = 1", "unknown field `colour`"),
         ("[gates.speed]", "unknown gate 'speed'"),
         ("[gates.key]\nneed = 'maybe'", "Invalid enum value 'maybe'"),
+        ("[gates.key]\nlimit = 1.0", "gate key takes no limit; those that do are checks_attention"),
         ("[gates.key]\nlimit = -1.0", "not negative"),
         ("[gates.key]\nlimit = nan", "not negative"),
         ("max_failing_runs = 0.0", "above 0"),
@@ -60,7 +61,7 @@ limit = 0.5
 )
 def test_a_bad_file_is_one_line(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises(ValueError, match="see docs/policy") as error:
-        load_policy(written(tmp_path, text), tuple(GATES))
+        load_policy(written(tmp_path, text), tuple(GATES), tuple(FIGURES))
     assert told in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_worlds import counterexample, everything, reached, started
+from report_worlds import counterexample, everything, given, reached, router_study, started
 
 from dsv32_fast.options import PRESETS
-from dsv32_fuzz.events import Event, PhaseFinished, PhaseStarted, RunFinished, RunStarted, VerdictReached
+from dsv32_fuzz.events import Event, PhaseFinished, PhaseStarted, RunFinished, RunStarted
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_reports.bundle import JOURNAL, write_bundle
 from dsv32_reports.fingerprint import fingerprint
@@ -24,8 +24,7 @@ def stream(*events: Event) -> Any:
     yield from events
 
 
-FIRST = [started(fingerprint=fingerprint()), reached("accuracy", "given"), counterexample()]
-FIRST[1] = VerdictReached(phase="given", scope="accuracy", verdict=FIRST[1].verdict)  # type: ignore[union-attr]
+FIRST = [started(fingerprint=fingerprint()), given("router_precision", router_study()), counterexample()]
 DONE = [PhaseStarted(phase="proof", title="proof"), *everything(), PhaseFinished(phase="proof", seconds=3.0)]
 HALF = [PhaseStarted(phase="workload", title="work"), reached("key_sufficiency", "workload")]
 REST = [*HALF, PhaseFinished(phase="workload", seconds=2.0), RunFinished(seconds=2.0)]

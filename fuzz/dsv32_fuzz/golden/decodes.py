@@ -9,7 +9,7 @@ scores. Legend: T rows (tokens of all requests), B requests, S cached tokens, D 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,12 +125,15 @@ class DecodeReplay(msgspec.Struct, frozen=True, kw_only=True):
         return all(run.right for run in self.runs) and all(component.right for component in self.components)
 
 
-def replay_decodes(folder: str | Path, progress: Callable[[str], None] | None = None) -> DecodeReplay:
+def replay_decodes(
+    folder: str | Path, progress: Callable[[str], None] | None = None, only: Collection[str] | None = None
+) -> DecodeReplay:
     """Replays every run that the folder's manifest lists, and its `components_*.npz` if there are any.
 
     Args:
         folder: manifest.json and one .npz per run; see `recording`.
         progress: called with one line per run.
+        only: names of the runs to replay; None for all that are listed.
 
     Raises:
         ValueError: a malformed folder, or weights other than the recorded ones; the message says what to do.
@@ -139,6 +142,8 @@ def replay_decodes(folder: str | Path, progress: Callable[[str], None] | None = 
     config, hashes, listed = load_manifest(root)
     runs, models = [], {}
     for name, mode, seed in listed:
+        if only is not None and name not in only:
+            continue
         recording = load_recording(root, config, name, mode, seed)
         if seed not in models:
             models[seed] = _model(recording, hashes)

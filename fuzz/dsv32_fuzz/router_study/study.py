@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dsv32_fuzz.router_study.gates import Gate
 from dsv32_ref.config import Config
-from dsv32_ref.router import choose_experts
+from dsv32_ref.router import choose_experts, expert_weights
 
 CONFIDENCE = 0.95
 VARIANTS = {"logits": (True, False), "bias": (False, True), "both": (True, True)}
@@ -57,6 +57,11 @@ class LayerReport(msgspec.Struct, frozen=True, kw_only=True):
     """The margin that one token in a hundred stays below."""
     load_shift: float
     """Share of the expert load that moves to other experts when both are rounded: total variation distance."""
+    weight_shift: float | None = None
+    """Mean over tokens of the share of the routed weight that moves to other experts, or between them, when both are
+    rounded. The routed output of a token moves by at most twice this share of `route_scale` times the largest output
+    of an expert.
+    """
 
 
 def bf16_step(value: float) -> float:
@@ -105,7 +110,18 @@ def study_layer(gate: Gate, x_TM: Tensor, config: Config, *, seed: int) -> Layer
         margin_median=float(margins_T.median()),
         margin_low=float(margins_T.quantile(0.01)),
         load_shift=float((load_E - rounded_load_E).abs().sum() / 2 / load_E.sum()),
+        weight_shift=_weight_shift(measured, bias_E, config),
     )
+
+
+def _weight_shift(logits_TE: Tensor, bias_E: Tensor, config: Config) -> float:
+    """Total variation distance of the weights of both precisions, as a share of their sum, averaged over tokens."""
+    weights = []
+    for logits, bias in ((logits_TE, bias_E), (logits_TE.bfloat16().float(), bias_E.bfloat16().float())):
+        chosen_TK = choose_experts(logits, bias, config)
+        chosen = expert_weights(logits, chosen_TK, config).double()
+        weights.append(torch.zeros_like(logits, dtype=torch.float64).scatter_(1, chosen_TK, chosen))
+    return float((weights[0] - weights[1]).abs().sum(-1).mean() / 2 / config.route_scale)
 
 
 def _rate(

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from dsv32_fuzz.campaign import decodes_verdict, plans_verdict
+from dsv32_fuzz.golden.verdicts import decodes_verdict, plans_verdict
 from dsv32_reports.commands.common import EXIT_OF_STATUS, Json, command
 
 

@@ -16,15 +16,17 @@ from rich.console import Console
 from dsv32_fast.options import PRESETS
 from dsv32_fuzz.campaign import PROFILES, campaign
 from dsv32_fuzz.events import Event, PhaseFinished, RunStarted
+from dsv32_fuzz.known_cases import KnownCases
 from dsv32_fuzz.targets import Target
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_fuzz.targets.registry import open_target
 from dsv32_reports import signoff as signoff_run
-from dsv32_reports.accuracy import non_inferiority, read_counts
 from dsv32_reports.bundle import write_bundle
 from dsv32_reports.commands.common import Assignments, Json, TargetName, TargetPython, VllmPath, command
 from dsv32_reports.fold import make_report
-from dsv32_reports.gates import gate_names
+from dsv32_reports.gates import FIGURES, gate_names
+from dsv32_reports.given import accuracy_given, latency_given, router_study_given
+from dsv32_reports.given import verdicts as verdicts_of
 from dsv32_reports.interrupt import interrupts
 from dsv32_reports.model import EXIT_CODES, EXIT_INTERRUPTED
 from dsv32_reports.policy import DEFAULT, load_policy
@@ -56,7 +58,26 @@ def signoff(
         tuple[Path, Path] | None,
         typer.Option(help="Two results of lm-evaluation-harness: the baseline's and the candidate's.", metavar="A B"),
     ] = None,
-    accuracy_margin: Annotated[float, typer.Option(help="How much worse the candidate may score.")] = 0.01,
+    accuracy_margin: Annotated[
+        float | None,
+        typer.Option(
+            help="How much worse the candidate may score; default the policy's, else 0.01.", show_default=False
+        ),
+    ] = None,
+    router_study: Annotated[
+        Path | None,
+        typer.Option(help="What dsv32 router --json printed about your checkpoint.", show_default=False),
+    ] = None,
+    latency: Annotated[
+        Path | None,
+        typer.Option(help="What dsv32 trace --out wrote about two traces of your engine.", show_default=False),
+    ] = None,
+    corpus: Annotated[
+        Path | None, typer.Option(help="Folder of known cases, which are run again.", show_default=False)
+    ] = None,
+    ledger: Annotated[
+        Path | None, typer.Option(help="TOML file of the failures of known cases that are allowed.", show_default=False)
+    ] = None,
     since: Annotated[
         Path | None, typer.Option(help="Bundle of the last GO; the report says what changed since.", show_default=False)
     ] = None,
@@ -74,15 +95,21 @@ def signoff(
     if profile not in PROFILES:
         raise ValueError(f"unknown profile {profile!r}; choose one of {', '.join(PROFILES)}")
     target = open_target(target_name, options, tuple(set_ or ()), path=vllm_path, python=target_python)
-    rules = load_policy(policy, gate_names()) if policy else DEFAULT
-    given = [non_inferiority(counts, accuracy_margin) for counts in read_counts(*accuracy)] if accuracy else []
+    rules = load_policy(policy, gate_names(), tuple(FIGURES)) if policy else DEFAULT
+    if accuracy_margin is not None:
+        rules = rules.with_limit("accuracy", accuracy_margin)
+    given = [accuracy_given(*accuracy)] if accuracy else []
+    given += [router_study_given(router_study)] if router_study else []
+    given += [latency_given(latency)] if latency else []
+    verdicts_of(given, rules)  # a limit that cannot be is told now, not after the run
+    known = KnownCases(corpus=corpus, ledger=ledger).checked(target) if corpus or ledger else None
     previous = previous_of(since) if since else None
     started = signoff_run.started(
-        target, seed=seed, profile=profile, policy=rules, approver=approver, previous=previous
+        target, seed=seed, profile=profile, policy=rules, approver=approver, previous=previous, known=known
     )
     folder = out or Path(f"signoff-{started.id}")
     signoff_run.prepare_folder(folder)
-    events = signoff_run.run(started, campaign(target, PROFILES[profile], run_seed=seed), given)
+    events = signoff_run.run(started, campaign(target, PROFILES[profile], run_seed=seed, known=known), given)
     return _run(folder, events, (), quiet=quiet, json=json)
 
 
@@ -102,7 +129,8 @@ def _resumed(
         target = open_target(target_name, None, (), path=path, python=python)
     signoff_run.check_resumable(first, target, folder)
     done = {event.phase for event in kept if isinstance(event, PhaseFinished)}
-    return folder, campaign(target, PROFILES[first.profile], run_seed=first.seed, done=done), kept
+    known = signoff_run.known_of(first)
+    return folder, campaign(target, PROFILES[first.profile], run_seed=first.seed, done=done, known=known), kept
 
 
 def _run(folder: Path, events: Events, kept: Sequence[Event], *, quiet: bool, json: bool) -> int:
