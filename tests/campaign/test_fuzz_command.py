@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from campaign_world import SPEC, Numbers, number_case, run_numbers, use_numbers
+from interrupted import fuzz_until
 from typer.testing import CliRunner, Result
 
 from dsv32_fuzz.campaigns.corpus import Corpus
@@ -20,8 +21,7 @@ from dsv32_reports.cli import app
 from dsv32_reports.commands.fuzz import parse_duration, parse_shard
 from dsv32_reports.json_file import encode_campaign
 
-ENOUGH = "25s"
-"""For a process to start and to find what fails in nearly every example."""
+SHRUNK = b"CounterexampleShrunk"
 
 
 def dsv32(*arguments: str, cwd: Path, code: int) -> Result:
@@ -37,14 +37,10 @@ def dsv32(*arguments: str, cwd: Path, code: int) -> Result:
 
 @pytest.fixture(scope="module")
 def campaign(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One short campaign over the defective options."""
+    """A campaign over the defective options, interrupted when a counterexample is shrunk."""
     folder = tmp_path_factory.mktemp("fuzz")
-    done = dsv32(
-        *("fuzz", "--options", "pr42982", "--check", "chunked_prefill", "--profile", "ci", "--max-time", ENOUGH),
-        *("--out", "run", "--corpus", "corpus"),
-        cwd=folder,
-        code=1,
-    )
+    arguments = ("--options", "pr42982", "--check", "chunked_prefill", "--profile", "ci")
+    done = fuzz_until(SHRUNK, folder / "run", *arguments, "--corpus", str(folder / "corpus"))
     (folder / "out.txt").write_text(done.stdout)
     return folder
 

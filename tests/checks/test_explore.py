@@ -73,7 +73,7 @@ class PaddingRequest(OnlyWrongWith):
 @pytest.mark.parametrize("fault", [Fp8, SixteenHeads, ManyRows, LongSequence, PaddingRequest])
 def test_every_corner_of_decode_is_visited(fault: type[MetadataBuilder]) -> None:
     target = InTreeTarget(PRESETS["pr47766"], builder=fault)
-    events = explore(StepTraffic(target, "decode"), run_seed=0, seconds=ENOUGH)
+    events = explore(StepTraffic(target, "decode"), run_seed=0, seconds=ENOUGH, shrink_seconds=0.1)
     assert any(isinstance(event, CounterexampleFound) for event in events)
 
 

@@ -17,8 +17,9 @@ from dsv32_fast.metadata import MetadataBuilder, SparseMlaMetadata
 from dsv32_fast.options import PRESETS
 from dsv32_fuzz.checks.budgets import LaunchBudget
 from dsv32_fuzz.checks.own_input import InputCheck
-from dsv32_fuzz.checks.step_numerics import Chunking, MtpEqualsSequential, StageNumerics
+from dsv32_fuzz.checks.step_numerics import TOPK, Chunking, MtpEqualsSequential, StageInput, StageNumerics
 from dsv32_fuzz.targets.intree import InTreeTarget
+from dsv32_fuzz.verdict import Status
 
 CHECKS: tuple[type[InputCheck[Any]], ...] = (StageNumerics, MtpEqualsSequential, Chunking, LaunchBudget)
 REPAIRED = InTreeTarget(PRESETS["pr47766"])
@@ -64,7 +65,11 @@ def test_a_faulty_kernel_is_seen(check: type[InputCheck[Any]], replaced: dict[st
 
 
 def test_a_key_that_is_too_short_is_seen() -> None:
-    assert "attn_z" in failure(StageNumerics, InTreeTarget(PRESETS["pr42982"]))
+    """A draft that crosses topk: rows of 15 and 16 keys, then two of 16 under the same key."""
+    crossing = StageInput(contexts=(TOPK - 2,), steps=((2,), (2,)))
+    verdict = StageNumerics().run(crossing, InTreeTarget(PRESETS["pr42982"]))
+    assert verdict.status is Status.FAILED
+    assert verdict.summary.startswith("step 1, request 0, token 0: attn_z 0")
 
 
 def test_rope_of_the_wrong_layout_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,22 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import threading
 from pathlib import Path
 
 import pytest
 from fake_vllm import write_fake
+from interrupted import fuzz_until
 from typer.testing import CliRunner, Result
 
 from dsv32_fuzz.campaigns.corpus import Corpus
 from dsv32_fuzz.case import load_case
 from dsv32_reports.cli import app
-from dsv32_reports.model import EXIT_INTERRUPTED
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "example_target.py"
-LONG = "4m"
-"""Time that no test uses up: a campaign is interrupted when it has found something."""
 LATE = """
 from example_target import TinyEngine, TinyTarget
 
@@ -46,23 +42,9 @@ def dsv32(*arguments: str, code: int) -> Result:
 
 
 def fuzzed(*arguments: str) -> set[str]:
-    """The checks that fail in a campaign over plain decode, interrupted as soon as a case has failed."""
-    ended = threading.Event()
-
-    def interrupt() -> None:
-        while not any(b"FAILED" in journal.read_bytes() for journal in Path("run").glob("shard-*/journal.jsonl")):
-            if ended.wait(0.05):
-                return
-        os.kill(os.getpid(), signal.SIGINT)
-
-    watcher = threading.Thread(target=interrupt)
-    watcher.start()
-    settings = ("--check", "decode", "--profile", "ci", "--max-time", LONG, "--out", "run", "--corpus", "corpus")
-    try:
-        done = dsv32("fuzz", *arguments, *settings, code=EXIT_INTERRUPTED)
-    finally:
-        ended.set()
-        watcher.join()
+    """The checks that fail in a campaign over plain decode."""
+    settings = ("--check", "decode", "--profile", "ci", "--corpus", "corpus")
+    done = fuzz_until(b"FAILED", Path("run"), *arguments, *settings)
     result = json.loads(Path("run/result.json").read_bytes())
     assert (result["status"], result["crashes"], done.stdout.split()[0]) == ("FAILED", 0, "FAILED")
     return {failure["check"] for failure in result["failures"]}
@@ -86,10 +68,11 @@ def registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_target_of_another_package_is_fuzzed_and_its_cases_replayed(registered: Path) -> None:
     assert "step_metadata" in fuzzed("--target", "late")
-    case = load_case(Corpus(Path("corpus")).files()[0])
+    path = next(path for path in Corpus(Path("corpus")).files() if path.name.startswith("step_metadata"))
+    case = load_case(path)
     assert (case.target, case.options) == ("late", None)
     assert "FAILED step_metadata with late" in dsv32("replay", "corpus", "--target", "late", code=1).stdout
-    assert dsv32("replay", "corpus", "--target", "in-tree", "--options", "pr47766", code=0).stdout.startswith("FIXED")
+    assert dsv32("replay", str(path), "--options", "pr47766", code=0).stdout.startswith("FIXED step_metadata")
     refused = dsv32("fuzz", "--target", "late", "--target-argument", "path=x", code=2)
     assert "target late takes no path; leave it out" in refused.stderr
     assert registered.is_dir()
