@@ -135,6 +135,13 @@ def test_other_planners_are_refused(changes, words):
         call(**changes)
 
 
+@pytest.mark.parametrize(("size", "kind"), [(7, UnsupportedPlanner), (6, UndefinedInAiter)])
+def test_v1_1_folds_heads_beyond_a_reduce_indptr_for_rows_alone(size, kind):
+    """Three rows of 32 heads become six, whose ends need seven entries."""
+    with pytest.raises(kind, match="v1_1"):
+        call(fast_mode=False, num_heads_per_head_k=32, reduce_indptr=torch.zeros(size, dtype=torch.int32))
+
+
 def test_any_enum_with_the_right_name_is_taken():
     other = enum.Enum("MLAVersion", ["V32", "V40"])
     call(mla_version=other.V32)

@@ -118,7 +118,7 @@ class KillMatrix(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def cpu_seconds(self) -> float:
         """CPU time of all searches, those without a fault included."""
-        return sum(row.seconds for row in (*self.rows, *self.controls))
+        return sum(row.seconds for row in self.rows) + sum(row.seconds for row in self.controls)
 
     def counts(self) -> dict[str, tuple[int, int]]:
         """Killed and all faults of each area, in the order of the rows."""
