@@ -100,6 +100,7 @@ def test_only_tensors_are_taken(name):
         ({"page_size": 64, "num_heads_per_head_k": 48, "dtype_q": FP8, "dtype_kv": FP8}, "kv_last_page_lens"),
         ({"topk": 64, "seqlens_qo_indptr": indptr([4] * 3), "uni_seqlen_qo": -1}, "several rows per request"),
         ({"topk": 2**31 - 1}, "kv_start overflows"),
+        ({"topk": 2**30}, "kv_start overflows"),  # of the three rows together
         ({"seqlens_kv_indptr": indptr([2**31 - 1, 0, 0]), "kv_granularity": 1}, "payload overflows"),
     ],
 )  # fmt: skip
