@@ -82,8 +82,29 @@ def two_shards() -> str:
 
 
 def kill_matrix() -> str:
-    """Every fault until its first kill, in three seeds."""
-    return "\n".join(run("faults", "--gate", "ci", "--seed", str(seed)) for seed in (0, 1, 2))
+    """Every fault until its first kill, in three seeds; of each run the summary, without the lines of the faults."""
+    parts = []
+    for seed in (0, 1, 2):
+        command, fence, lines = run("faults", "--gate", "ci", "--seed", str(seed)).partition("```\n")
+        parts.append(command + fence + lines[lines.index("area ") :])
+    return "\n".join(parts)
+
+
+def first_meeting() -> str:
+    """What was counted when faults and checks, written by different hands, first met; recorded then."""
+    known = json.loads((DATA / "first_run_kills.json").read_text())
+    then = known["two_repairs"]
+    rows = ["| area | killed | faults |", "|---|---|---|"]
+    rows += [f"| {area} | {killed} | {faults} |" for area, (killed, faults) in then["areas"].items()]
+    rows.append(f"| all | {then['killed']} | {then['faults']} |")
+    reasons = "\n".join(f"- {reason}" for reason in known["as_it_was"]["reasons"])
+    return (
+        f"{known['note']} Recorded on {known['date']} at commit {known['commit']}, gate {known['gate']}, seed "
+        f"{known['seed']}.\n\nAs it was, the run {known['as_it_was']['outcome']}:\n\n{reasons}\n\n"
+        f"After two repairs ({' and '.join(then['repairs'])}) {then['killed'] / then['faults']:.0%} were killed, the "
+        f"median after {then['median_seconds']} s, in {then['cpu_seconds']} s of CPU:\n\n" + "\n".join(rows) + "\n\n"
+        f"Failed without a fault: {', '.join(then['false_alarms'])}. Survived: {', '.join(then['survivors'])}.\n"
+    )
 
 
 def a_signoff(preset: str) -> str:
@@ -107,6 +128,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "From nothing to a shrunk counterexample": time_to_falsify,
     **{f"Sign-off of `{preset}`": partial(a_signoff, preset) for preset in PRESETS},
     "Kill matrix": kill_matrix,
+    "Faults and checks when they first met": first_meeting,
     "Two shards": two_shards,
     "A night": nightly,
     "Counts of a decode step": partial(run, "bench", "step", "--counts-only"),

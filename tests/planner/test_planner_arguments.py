@@ -100,6 +100,7 @@ def test_only_tensors_are_taken(name):
         ({"page_size": 64, "num_heads_per_head_k": 48, "dtype_q": FP8, "dtype_kv": FP8}, "kv_last_page_lens"),
         ({"topk": 64, "seqlens_qo_indptr": indptr([4] * 3), "uni_seqlen_qo": -1}, "several rows per request"),
         ({"topk": 2**31 - 1}, "kv_start overflows"),
+        ({"topk": 2**30}, "kv_start overflows"),  # of the three rows together
         ({"seqlens_kv_indptr": indptr([2**31 - 1, 0, 0]), "kv_granularity": 1}, "payload overflows"),
     ],
 )  # fmt: skip
@@ -133,6 +134,13 @@ def test_a_call_without_rows_and_with_a_cap_is_undefined():
 def test_other_planners_are_refused(changes, words):
     with pytest.raises(UnsupportedPlanner, match=words):
         call(**changes)
+
+
+@pytest.mark.parametrize(("size", "kind"), [(7, UnsupportedPlanner), (6, UndefinedInAiter)])
+def test_v1_1_folds_heads_beyond_a_reduce_indptr_for_rows_alone(size, kind):
+    """Three rows of 32 heads become six, whose ends need seven entries."""
+    with pytest.raises(kind, match="v1_1"):
+        call(fast_mode=False, num_heads_per_head_k=32, reduce_indptr=torch.zeros(size, dtype=torch.int32))
 
 
 def test_any_enum_with_the_right_name_is_taken():

@@ -115,6 +115,11 @@ class KillMatrix(msgspec.Struct, frozen=True, kw_only=True):
         """Median CPU time to the first failing example over the killed faults, 0 if none was killed."""
         return statistics.median([row.kills[0].seconds for row in self.rows if row.killed] or [0.0])
 
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time of all searches, those without a fault included."""
+        return sum(row.seconds for row in self.rows) + sum(row.seconds for row in self.controls)
+
     def counts(self) -> dict[str, tuple[int, int]]:
         """Killed and all faults of each area, in the order of the rows."""
         found: dict[str, tuple[int, int]] = {}

@@ -106,7 +106,8 @@ def summary(matrix: KillMatrix) -> str:
     lines += [f"{area:<12} {killed:>6} {total:>6}" for area, (killed, total) in matrix.counts().items()]
     killed, total = len(matrix.rows) - len(matrix.survivors), len(matrix.rows)
     lines.append(f"{'all':<12} {killed:>6} {total:>6}")
-    lines.append(f"median time to kill {matrix.median_seconds:.2f} s, run {matrix.seconds:.0f} s, seed {matrix.seed}")
+    times = f"run {matrix.seconds:.0f} s, searches {matrix.cpu_seconds:.0f} s of CPU"
+    lines.append(f"median time to kill {matrix.median_seconds:.2f} s, {times}, seed {matrix.seed}")
     parts = {
         "survived": [row.fault for row in matrix.survivors],
         "false alarms": sorted({f"{kill.check} ({kill.summary})" for kill in matrix.false_alarms}),
