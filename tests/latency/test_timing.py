@@ -437,6 +437,24 @@ def test_an_interrupt_keeps_what_was_compared(monkeypatch: pytest.MonkeyPatch, t
     assert (found.complete, [c.name for c in found.compared]) == (False, ["batch 1, whole: all"])
 
 
+def test_a_lost_process_is_inconclusive_and_loses_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_timer(monkeypatch, 0.0, -0.3)
+    timer, calls = attribution.time_spec, itertools.count()
+
+    def lose(spec: TimingSpec) -> Samples:
+        if next(calls) == 5:
+            raise RuntimeError("the timing process ended with -9: no message")
+        return timer(spec)
+
+    monkeypatch.setattr(attribution, "time_in_fresh_process", lose)
+    out = tmp_path / "evidence.json"
+    arguments = ["bench", "step", "--batches", "1,16", "--processes", "2", "--out", str(out)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 3, done.output
+    assert "ended with -9" in done.stderr
+    assert not read_evidence(out).complete
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
