@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ from dsv32_fast.kernels.mounted import mounted
 from dsv32_fast.kernels.selection import HARDWARE
 from dsv32_fast.options import PRESETS, resolve
 from dsv32_fast.path import DecodePath
-from dsv32_fuzz.latency import attribution, step
+from dsv32_fuzz.latency import attribution, step, timing
 from dsv32_fuzz.latency.attribution import Plan, comparisons, time_setting
 from dsv32_fuzz.latency.device import device_state
 from dsv32_fuzz.latency.evidence import read_evidence
@@ -172,6 +173,23 @@ def test_the_collector_rests_while_pairs_are_timed() -> None:
     subject = Subject(name="A", prepare=lambda _i: None, run=lambda: seen.append(gc.isenabled()))
     time_blocks(subject, subject, 1, 1, clock=lambda run: (run(), 1.0)[1])
     assert (seen, gc.isenabled()) == ([False, False], True)
+
+
+def test_cold_runs_overwrite_the_caches_outside_the_timed_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def flush(device: str) -> Callable[[], None]:
+        return lambda: order.append(f"flush {device}")
+
+    def clock(run: Callable[[], None]) -> float:
+        order.append("clock")
+        run()
+        return 1.0
+
+    monkeypatch.setattr(timing, "flush", flush)
+    subject = Subject(name="A", prepare=lambda _i: order.append("prepare"), run=lambda: order.append("run"))
+    assert time_blocks(subject, subject, 1, 1, clock=clock, cold=True).cold
+    assert order == ["prepare", "flush cpu", "clock", "run"] * 2
 
 
 def test_a_block_lasts_long_enough() -> None:
