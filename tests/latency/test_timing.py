@@ -414,6 +414,24 @@ def test_a_difference_between_equal_sides_withholds_the_verdict(monkeypatch: pyt
     assert [t.verdict for t in odd.compared] == ["cannot tell"]
 
 
+def test_an_equal_pair_that_differs_by_chance_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_timer(monkeypatch, 0.0, -0.3)
+    quiet, asked = attribution.time_spec, list[int]()
+    fake_timer(monkeypatch, 0.3, -0.3)
+    odd = attribution.time_spec
+
+    def time_spec(spec: TimingSpec) -> Samples:
+        asked.append(spec.seed)
+        return (odd if len(asked) == 1 else quiet)(spec)
+
+    monkeypatch.setattr(attribution, "time_spec", time_spec)
+    wanted = comparisons(resolve("pr47766"), attribute=False)
+    *_, found = time_setting(wanted, Setting(batch=1), Plan(seconds=600))
+    assert asked == [0, attribution.AGAIN, 0]
+    assert not found.null.interval.differs
+    assert [t.verdict for t in found.compared] == ["faster"]
+
+
 def test_bench_step_on_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One row per comparison of whole step and changed parts; the evidence file says what it is and is not."""
     fake_timer(monkeypatch, 0.0, -0.3)
