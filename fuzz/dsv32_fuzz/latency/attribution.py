@@ -1,8 +1,8 @@
 """Which change made the step faster: every change alone, each left out, and all together, with intervals.
 
-Per batch size and part of the step an A/A run comes first. It sets how many blocks the effect needs, within the seconds
-allowed, and what could be detected with those. If it finds a difference between equal sides, which one in a hundred does by chance, it is
-taken again; if it does so twice, no verdict is given there.
+Per batch size and part of the step an A/A run comes first. It sets how many blocks the effect needs, within the
+seconds allowed, and what could be detected with those. If it finds a difference between equal sides, which one in a
+hundred does by chance, it is taken again; if it does so twice, no verdict is given there.
 """
 
 from __future__ import annotations
