@@ -19,16 +19,16 @@ from dsv32_reports.cli import app
 
 
 def timed(effect: float, number: int, slowed: bool, spread: float = 0.01) -> Trial:
-    """A trial of 40 blocks with known ratios."""
+    """A trial of 20 blocks with known ratios."""
     rng = np.random.default_rng(number)
     budget = choose_budget(rng.normal(0, spread, 100), 0.03, 100)
-    ratios = np.exp(rng.normal(np.log1p(effect), spread, 40)).tolist()
+    ratios = np.exp(rng.normal(np.log1p(effect), spread, 20)).tolist()
     samples = Samples(
         a="A",
         b="B",
-        blocks_a=((1e-4,),) * 40,
+        blocks_a=((1e-4,),) * 20,
         blocks_b=tuple((1e-4 * ratio,) for ratio in ratios),
-        a_first=((True,),) * 40,
+        a_first=((True,),) * 20,
         cold=False,
         seed=0,
     )
@@ -106,7 +106,8 @@ def test_the_budget_of_a_trial_comes_from_the_runs_before_it(monkeypatch: pytest
     assert next(trials(SelfTestSpec(null_runs=8, effect_runs=4), done=10)).number == 10
 
 
-def test_trials_run_for_real() -> None:
+def test_trials_run_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "NULL_BLOCKS", 20)
     (trial,) = trials(SelfTestSpec(effect=0.5, null_runs=1, effect_runs=1, most_blocks=20), done=1)
     assert (trial.slowed, trial.budget.blocks, len(trial.samples.blocks_a)) == (True, 20, 20)
     assert min(trial.samples.blocks_a[0]) > 0

@@ -40,6 +40,7 @@ from dsv32_fuzz.latency.timing import (
 )
 from dsv32_ref.config import Config
 from dsv32_reports.cli import app
+from dsv32_reports.commands import bench_latency
 
 
 def draws(effect: float, spread: float, pairs: int, seed: int) -> np.ndarray:
@@ -453,6 +454,24 @@ def test_bench_step_on_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_pat
     slower = CliRunner().invoke(app, ["bench", "step", "--batches", "1", "--json"])
     assert slower.exit_code == 1, slower.output
     assert json.loads(slower.stdout)["timings"][0]["compared"][0]["verdict"] == "slower"
+
+
+@pytest.mark.parametrize(("usable", "kind"), [(True, "device"), (False, "emulated")])
+def test_with_a_gpu_device_events_are_the_default(
+    usable: bool, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Evidence of a device needs AITER's kernels; its state is read after every comparison and shown."""
+    fake_timer(monkeypatch, 0.0, -0.3)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(attribution, "device_state", lambda: {"device": "MI355X", "clock_rate": "2400"})
+    monkeypatch.setattr(bench_latency, "_aiter_is_usable", lambda: usable)
+    out = tmp_path / "evidence.json"
+    done = CliRunner().invoke(app, ["bench", "step", "--batches", "1", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert "device MI355X, clock_rate 2400" in done.stdout
+    assert ("no latency of a GPU" in done.stdout) is not usable
+    found = read_evidence(out)
+    assert (found.kind, found.admissible, len(found.device)) == (kind, usable, 2)
 
 
 def test_an_interrupt_keeps_what_was_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

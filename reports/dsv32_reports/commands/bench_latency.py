@@ -228,6 +228,8 @@ def _show_timings(timings: list[Timings], plan: Plan) -> None:
         spread = f"A/A spread {100 * one.budget.spread:.1f} % per block"
         detectable = f"detectable {100 * one.budget.detectable:.1f} %{enough}"
         print(f"{where}: {spread}, {one.budget.blocks} blocks, {runs} pairs, {detectable}")
+        if plan.clock == "device":
+            print(f"{where}: {', '.join(f'{name} {value}' for name, value in one.states[-1].items())}")
     print(_what_was_timed(plan))
 
 
