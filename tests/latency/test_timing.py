@@ -415,6 +415,29 @@ def test_a_difference_between_equal_sides_withholds_the_verdict(monkeypatch: pyt
     assert [t.verdict for t in odd.compared] == ["cannot tell"]
 
 
+def test_noise_that_grew_since_the_equal_pair_asks_for_more_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_timer(monkeypatch, 0.0, -0.3)
+    quiet, asked = attribution.time_spec, list[tuple[int, int]]()
+
+    def time_spec(spec: TimingSpec) -> Samples:
+        asked.append((spec.blocks, spec.seed))
+        samples = quiet(spec)
+        if spec.a == spec.b:
+            return samples
+        logs = draws(-0.3, 0.2, spec.blocks, spec.seed)
+        return msgspec.structs.replace(samples, blocks_b=tuple((float(np.exp(v)),) for v in logs))
+
+    monkeypatch.setattr(attribution, "time_spec", time_spec)
+    wanted = comparisons(resolve("pr47766"), attribute=False)
+    *_, found = time_setting(wanted, Setting(batch=1), Plan(seconds=600))
+    (_, first, second) = asked
+    assert first == (found.budget.blocks, 0)
+    assert second[0] > 5 * first[0]
+    assert second[1] == attribution.MORE
+    assert second[0] + first[0] <= 600 / 2  # of 2 s a pair
+    assert found.compared[0].interval.blocks == first[0] + second[0]
+
+
 def test_an_equal_pair_that_differs_by_chance_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_timer(monkeypatch, 0.0, -0.3)
     quiet, asked = attribution.time_spec, list[int]()
