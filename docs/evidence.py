@@ -118,6 +118,15 @@ def recorded_plans() -> str:
     return "\n".join(run("golden", str(path)) for path in sorted((DATA / "plans").glob("*.json.gz")))
 
 
+def large_trace() -> str:
+    """Speed and memory of reading a synthetic trace; the test's own figures, the seconds are CPU time."""
+    test = "tests/latency/test_traces.py::test_a_trace_of_300_mb_is_read_in_bounded_memory"
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "-m", "nightly", test]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    figures = [line for line in done.stdout.splitlines() if "MB/s" in line]
+    return f"`pytest -m nightly {test}` (exit {done.returncode})\n\n```\n" + "\n".join(figures) + "\n```\n"
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "Recorded plans": recorded_plans,
     "Recorded decodes": partial(run, "golden", str(DATA / "decodes")),
@@ -133,8 +142,10 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "A night": nightly,
     "Counts of a decode step": partial(run, "bench", "step", "--counts-only"),
     "Claims of the pull request": partial(run, "bench", "claims"),
-    "Host time of a decode step": partial(run, "bench", "step", "--batches", "1,16,64", "--seconds", "60"),
+    "Where the plan cache stops helping": partial(run, "bench", "workload"),
+    "Host time of a decode step": partial(run, "bench", "step", "--attribute"),
     "Self-test of the timing": partial(run, "bench", "selftest"),
+    "A trace of 300 MB": large_trace,
 }
 HEAD = """# Evidence
 

@@ -70,6 +70,15 @@ def test_published_costs_do_not_explain_the_claim() -> None:
     assert rows[2].status == "not confirmed"
 
 
+def test_the_claimed_skip_rate_is_confirmed_by_budget() -> None:
+    some = predict(SMALL, "pr42982")
+    served = {"steps": 100, "wrongful": 3}
+    predictions = [msgspec.structs.replace(some, plan_launches=launches, **served) for launches in (30, 6, 5)]
+    status = claim_rows(predictions)[1].status
+    assert status.startswith("confirmed at 512 (3 of them wrongful), 512 (3 of them wrongful), for equal lengths")
+    assert claim_rows(predictions[:1])[1].status.startswith("not reached under these budgets")
+
+
 def test_a_sweep_and_its_plot() -> None:
     rows = sweep((100, 3000), (1, 2), (0, 1), workload=msgspec.structs.replace(SMALL, output_len=30))
     assert [(p.workload.input_len, p.workload.concurrency, p.workload.mtp_depth) for p in rows] == [

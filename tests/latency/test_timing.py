@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ from dsv32_fast.kernels.mounted import mounted
 from dsv32_fast.kernels.selection import HARDWARE
 from dsv32_fast.options import PRESETS, resolve
 from dsv32_fast.path import DecodePath
-from dsv32_fuzz.latency import attribution, step
+from dsv32_fuzz.latency import attribution, step, timing
 from dsv32_fuzz.latency.attribution import Plan, comparisons, time_setting
 from dsv32_fuzz.latency.device import device_state
 from dsv32_fuzz.latency.evidence import read_evidence
@@ -39,6 +40,7 @@ from dsv32_fuzz.latency.timing import (
 )
 from dsv32_ref.config import Config
 from dsv32_reports.cli import app
+from dsv32_reports.commands import bench_latency
 
 
 def draws(effect: float, spread: float, pairs: int, seed: int) -> np.ndarray:
@@ -172,6 +174,23 @@ def test_the_collector_rests_while_pairs_are_timed() -> None:
     subject = Subject(name="A", prepare=lambda _i: None, run=lambda: seen.append(gc.isenabled()))
     time_blocks(subject, subject, 1, 1, clock=lambda run: (run(), 1.0)[1])
     assert (seen, gc.isenabled()) == ([False, False], True)
+
+
+def test_cold_runs_overwrite_the_caches_outside_the_timed_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def flush(device: str) -> Callable[[], None]:
+        return lambda: order.append(f"flush {device}")
+
+    def clock(run: Callable[[], None]) -> float:
+        order.append("clock")
+        run()
+        return 1.0
+
+    monkeypatch.setattr(timing, "flush", flush)
+    subject = Subject(name="A", prepare=lambda _i: order.append("prepare"), run=lambda: order.append("run"))
+    assert time_blocks(subject, subject, 1, 1, clock=clock, cold=True).cold
+    assert order == ["prepare", "flush cpu", "clock", "run"] * 2
 
 
 def test_a_block_lasts_long_enough() -> None:
@@ -396,6 +415,47 @@ def test_a_difference_between_equal_sides_withholds_the_verdict(monkeypatch: pyt
     assert [t.verdict for t in odd.compared] == ["cannot tell"]
 
 
+def test_noise_that_grew_since_the_equal_pair_asks_for_more_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_timer(monkeypatch, 0.0, -0.3)
+    quiet, asked = attribution.time_spec, list[tuple[int, int]]()
+
+    def time_spec(spec: TimingSpec) -> Samples:
+        asked.append((spec.blocks, spec.seed))
+        samples = quiet(spec)
+        if spec.a == spec.b:
+            return samples
+        logs = draws(-0.3, 0.2, spec.blocks, spec.seed)
+        return msgspec.structs.replace(samples, blocks_b=tuple((float(np.exp(v)),) for v in logs))
+
+    monkeypatch.setattr(attribution, "time_spec", time_spec)
+    wanted = comparisons(resolve("pr47766"), attribute=False)
+    *_, found = time_setting(wanted, Setting(batch=1), Plan(seconds=600))
+    (_, first, second) = asked
+    assert first == (found.budget.blocks, 0)
+    assert second[0] > 5 * first[0]
+    assert second[1] == attribution.MORE
+    assert second[0] + first[0] <= 600 / 2  # of 2 s a pair
+    assert found.compared[0].interval.blocks == first[0] + second[0]
+
+
+def test_an_equal_pair_that_differs_by_chance_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_timer(monkeypatch, 0.0, -0.3)
+    quiet, asked = attribution.time_spec, list[int]()
+    fake_timer(monkeypatch, 0.3, -0.3)
+    odd = attribution.time_spec
+
+    def time_spec(spec: TimingSpec) -> Samples:
+        asked.append(spec.seed)
+        return (odd if len(asked) == 1 else quiet)(spec)
+
+    monkeypatch.setattr(attribution, "time_spec", time_spec)
+    wanted = comparisons(resolve("pr47766"), attribute=False)
+    *_, found = time_setting(wanted, Setting(batch=1), Plan(seconds=600))
+    assert asked == [0, attribution.AGAIN, 0]
+    assert not found.null.interval.differs
+    assert [t.verdict for t in found.compared] == ["faster"]
+
+
 def test_bench_step_on_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One row per comparison of whole step and changed parts; the evidence file says what it is and is not."""
     fake_timer(monkeypatch, 0.0, -0.3)
@@ -419,6 +479,24 @@ def test_bench_step_on_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert json.loads(slower.stdout)["timings"][0]["compared"][0]["verdict"] == "slower"
 
 
+@pytest.mark.parametrize(("usable", "kind"), [(True, "device"), (False, "emulated")])
+def test_with_a_gpu_device_events_are_the_default(
+    usable: bool, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Evidence of a device needs AITER's kernels; its state is read after every comparison and shown."""
+    fake_timer(monkeypatch, 0.0, -0.3)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(attribution, "device_state", lambda: {"device": "MI355X", "clock_rate": "2400"})
+    monkeypatch.setattr(bench_latency, "_aiter_is_usable", lambda: usable)
+    out = tmp_path / "evidence.json"
+    done = CliRunner().invoke(app, ["bench", "step", "--batches", "1", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert "device MI355X, clock_rate 2400" in done.stdout
+    assert ("no latency of a GPU" in done.stdout) is not usable
+    found = read_evidence(out)
+    assert (found.kind, found.admissible, len(found.device)) == (kind, usable, 2)
+
+
 def test_an_interrupt_keeps_what_was_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake_timer(monkeypatch, 0.0, -0.3)
     timer, calls = attribution.time_spec, itertools.count()
@@ -435,6 +513,24 @@ def test_an_interrupt_keeps_what_was_compared(monkeypatch: pytest.MonkeyPatch, t
     assert "0.7" in done.stdout
     found = read_evidence(out)
     assert (found.complete, [c.name for c in found.compared]) == (False, ["batch 1, whole: all"])
+
+
+def test_a_lost_process_is_inconclusive_and_loses_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake_timer(monkeypatch, 0.0, -0.3)
+    timer, calls = attribution.time_spec, itertools.count()
+
+    def lose(spec: TimingSpec) -> Samples:
+        if next(calls) == 5:
+            raise RuntimeError("the timing process ended with -9: no message")
+        return timer(spec)
+
+    monkeypatch.setattr(attribution, "time_in_fresh_process", lose)
+    out = tmp_path / "evidence.json"
+    arguments = ["bench", "step", "--batches", "1,16", "--processes", "2", "--out", str(out)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 3, done.output
+    assert "ended with -9" in done.stderr
+    assert not read_evidence(out).complete
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Which change made the step faster: every change alone, each left out, and all together, with intervals.
 
-Per batch size and part of the step an A/A run comes first. It sets how many blocks the effect needs, within the seconds
-allowed, and what could be detected with those; if it finds a difference between equal sides, no verdict is given there.
+Per batch size and part of the step an A/A run comes first. It sets how many blocks the effect needs, within the
+seconds allowed, and what could be detected with those. If it finds a difference between equal sides, which one in a
+hundred does by chance, it is taken again; if it does so twice, no verdict is given there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
-import numpy as np
 
 from dsv32_fast.options import PRESETS, Options
 from dsv32_fuzz.latency.device import device_state
@@ -24,8 +24,10 @@ from dsv32_fuzz.latency.statistics import (
     verdict,
 )
 from dsv32_fuzz.latency.step import Part, Setting, TimingSpec, time_in_fresh_process, time_spec
-from dsv32_fuzz.latency.timing import ClockName, Samples
+from dsv32_fuzz.latency.timing import ClockName, Samples, joined
 
+AGAIN, MORE = 10_000, 20_000
+"""Added to the seeds of an A/A run that is taken again, and of a comparison's second stage."""
 CHANGES = {"router": ("logits", "bias"), "cache": ("key", "split_cap"), "clear": ("clear",)}
 """The three optimisations of PR #42982 as fields of the options."""
 
@@ -117,15 +119,17 @@ def time_setting(wanted: Sequence[Comparison], setting: Setting, plan: Plan) -> 
     Raises:
         ImpossibleTimeError: a run below its floor.
     """
-    null = _timed(Comparison(name="A/A", a=wanted[0].a, b=wanted[0].a), FEWEST_BLOCKS, setting, plan)
+    equal = Comparison(name="A/A", a=wanted[0].a, b=wanted[0].a)
+    null = _timed(equal, FEWEST_BLOCKS, setting, plan)
+    if null.interval.differs:
+        null = _timed(equal, FEWEST_BLOCKS, setting, plan, again=AGAIN)
     block_s = len(null.samples[0].blocks_a[0]) * (null.median_a_s + null.median_b_s)
     most = max(FEWEST_BLOCKS, int(plan.seconds / block_s))
-    logs = np.concatenate([samples.log_ratios() for samples in null.samples])
-    budget = choose_budget(logs, plan.effect, most)
+    budget = choose_budget(joined(null.samples), plan.effect, most)
     found = Timings(setting=setting, null=null, budget=budget, states=(device_state(),))
     yield found
     for comparison in wanted:
-        timed = _timed(comparison, budget.blocks, setting, plan)
+        timed = _timed(comparison, budget.blocks, setting, plan, most=most)
         if null.interval.differs:
             timed = msgspec.structs.replace(timed, verdict="cannot tell")
         compared, states = (*found.compared, timed), (*found.states, device_state())
@@ -133,21 +137,23 @@ def time_setting(wanted: Sequence[Comparison], setting: Setting, plan: Plan) -> 
         yield found
 
 
-def _timed(comparison: Comparison, blocks: int, setting: Setting, plan: Plan) -> Timed:
+def _timed(
+    comparison: Comparison, blocks: int, setting: Setting, plan: Plan, *, again: int = 0, most: int = 0
+) -> Timed:
+    """`blocks` blocks, and as many more, up to `most`, as their own spread asks for (Stein's second stage)."""
     spec = TimingSpec(
         name_a="A",
         name_b="B",
         a=comparison.a,
         b=comparison.b,
         setting=setting,
-        blocks=-(-blocks // plan.processes),
         cold=plan.cold,
-        seed=plan.seed,
     )
-    timer = time_spec if plan.processes == 1 else time_in_fresh_process
-    seeds = range(plan.seed, plan.seed + plan.processes)
-    samples = tuple(timer(msgspec.structs.replace(spec, seed=seed)) for seed in seeds)
-    interval = ratio_interval(np.concatenate([one.log_ratios() for one in samples]), seed=plan.seed)
+    samples = _samples(spec, blocks, plan, plan.seed + again)
+    more = choose_budget(joined(samples), plan.effect, most).blocks - blocks if most else 0
+    if more > 0:
+        samples += _samples(spec, more, plan, plan.seed + MORE)
+    interval = ratio_interval(joined(samples), seed=plan.seed)
     medians = [one.medians() for one in samples]
     return Timed(
         comparison=comparison.name,
@@ -157,3 +163,10 @@ def _timed(comparison: Comparison, blocks: int, setting: Setting, plan: Plan) ->
         median_b_s=sum(b for _, b in medians) / len(medians),
         samples=samples,
     )
+
+
+def _samples(spec: TimingSpec, blocks: int, plan: Plan, seed: int) -> tuple[Samples, ...]:
+    """`blocks` blocks, shared among the plan's processes."""
+    timer = time_spec if plan.processes == 1 else time_in_fresh_process
+    share = -(-blocks // plan.processes)
+    return tuple(timer(msgspec.structs.replace(spec, blocks=share, seed=seed + i)) for i in range(plan.processes))

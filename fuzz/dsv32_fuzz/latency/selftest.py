@@ -3,7 +3,8 @@
 The subject is small and does real host work: the metadata builder on a step of 64 requests, behind hollow kernels. A
 trial compares it with an identical one, or with one whose step is prolonged by a busy loop of known length. The two
 kinds take turns, so that a machine that others use too treats both alike. Every trial has the budget that the latest
-A/A runs before it ask for; so the method is tested as `dsv32 bench step` uses it, on this machine, not in a simulation.
+A/A runs before it ask for, and more blocks if its own spread asks for them; so the method is tested as `dsv32 bench
+step` uses it, on this machine, not in a simulation.
 
 Trials are kept in a file, one JSON line each with every raw sample; a run that was cut short goes on behind the last.
 """
@@ -26,7 +27,7 @@ from dsv32_fast.metadata import BuilderConfig, MetadataBuilder
 from dsv32_fast.options import PRESETS
 from dsv32_fuzz.latency.seam import HollowKernels
 from dsv32_fuzz.latency.statistics import ALPHA, Budget, Interval, Verdict, choose_budget, ratio_interval, verdict
-from dsv32_fuzz.latency.timing import CLOCKS, Samples, Subject, pairs_per_block, time_blocks
+from dsv32_fuzz.latency.timing import CLOCKS, Samples, Subject, joined, pairs_per_block, time_blocks
 
 BATCH, ROWS, CONTEXT, INPUTS = 64, 512, 5000, 997
 REQUIRED_POWER = 0.97
@@ -76,9 +77,10 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     slowed: bool
     budget: Budget
+    """By the latest A/A runs, or by the trial's own spread if that asks for more."""
     interval: Interval
     verdict: Verdict
-    samples: Samples
+    samples: tuple[Samples, ...]
 
     @property
     def hit(self) -> bool:
@@ -108,7 +110,7 @@ class SelfTest(msgspec.Struct, frozen=True, kw_only=True):
     effect_runs: int
     detected: int
     undetectable: int
-    """Trials with the slowdown whose budget did not suffice, by what the machine did just before."""
+    """Trials with the slowdown whose budget did not suffice, by what the machine did before or meanwhile."""
     required_power: float = REQUIRED_POWER
 
     @property
@@ -173,20 +175,25 @@ def trials(spec: SelfTestSpec, done: int = 0) -> Iterator[Trial]:
     for number in range(done, spec.trials):
         slowed = spec.slowed(number)
         budget = choose_budget(np.array(recent), spec.effect, spec.most_blocks)
-        samples = time_blocks(
-            a, slower if slowed else same, budget.blocks, pairs, clock=clock, seed=spec.seed + 1 + number
-        )
-        interval = ratio_interval(samples.log_ratios(), seed=spec.seed + number)
+        b, seed = slower if slowed else same, spec.seed + 1 + number
+        samples = [time_blocks(a, b, budget.blocks, pairs, clock=clock, seed=seed)]
+        own = choose_budget(samples[0].log_ratios(), spec.effect, spec.most_blocks)
+        if own.blocks > budget.blocks:
+            more = own.blocks - budget.blocks
+            samples.append(time_blocks(a, b, more, pairs, clock=clock, seed=seed + spec.trials))
+            budget = own
+        logs = joined(samples)
+        interval = ratio_interval(logs, seed=spec.seed + number)
         yield Trial(
             number=number,
             slowed=slowed,
             budget=budget,
             interval=interval,
             verdict=verdict(interval, spec.margin),
-            samples=samples,
+            samples=tuple(samples),
         )
         if not slowed:
-            recent.extend(samples.log_ratios().tolist())
+            recent.extend(logs.tolist())
 
 
 def summary(spec: SelfTestSpec, found: Sequence[Trial]) -> SelfTest:
@@ -201,10 +208,10 @@ def summary(spec: SelfTestSpec, found: Sequence[Trial]) -> SelfTest:
     blocks = [one.budget.blocks for one in found]
     return SelfTest(
         spec=spec,
-        pairs=len(found[-1].samples.blocks_a[0]),
+        pairs=len(found[-1].samples[0].blocks_a[0]),
         blocks=(min(blocks), int(np.median(blocks)), max(blocks)),
         spread=float(np.median([one.budget.spread for one in found])),
-        step_s=float(np.median([one.samples.medians()[0] for one in found])),
+        step_s=float(np.median([one.samples[0].medians()[0] for one in found])),
         null_runs=len(null),
         false_alarms=sum(one.hit for one in null),
         small_differences=sum(one.interval.differs and not one.hit for one in null),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -139,6 +139,11 @@ def log_ratios(blocks_a: Blocks, blocks_b: Blocks) -> Floats:
     if sides[0] != sides[1] or not all(min(block, default=0) > 0 for block in (*blocks_a, *blocks_b)):
         raise ValueError("samples: give as many runs of A as of B in every block, all of a positive time")
     return np.array([np.median(np.log(np.divide(b, a))) for a, b in zip(blocks_a, blocks_b, strict=True)])
+
+
+def joined(samples: Sequence[Samples]) -> Floats:
+    """The log ratios of all blocks of several samples, [blocks]."""
+    return np.concatenate([one.log_ratios() for one in samples])
 
 
 def pairs_per_block(subject: Subject, clock: Clock = cpu_clock, warm: int = 5) -> int:

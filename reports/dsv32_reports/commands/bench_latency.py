@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, cast
@@ -24,6 +25,7 @@ from dsv32_fuzz.latency.timing import ClockName
 from dsv32_reports.bars import bar
 from dsv32_reports.commands.common import Assignments, Json, OptionsName, Seed, command, numbers
 from dsv32_reports.interrupt import interrupts
+from dsv32_reports.model import EXIT_CODES, EXIT_INTERRUPTED, Outcome
 
 ClockOption = Annotated[
     str | None, typer.Option("--clock", help="cpu, wall or device; device events where there is a GPU, else cpu.")
@@ -82,13 +84,15 @@ def bench_step_command(
         cold=cold,
         seed=seed,
     )
-    timings, stopped = _time(chosen, numbers("--batches", batches), plan, attribute, out)
+    timings, ended = _time(chosen, numbers("--batches", batches), plan, attribute, out)
     if json:
         print(msgspec.json.encode(StepReport(options=chosen, plan=plan, timings=tuple(timings))).decode())
     else:
         _show_timings(timings, plan)
-    if stopped:
+    if ended == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
+    if ended:
+        return ended
     whole = [timed for one in timings if one.setting.part == "whole" for timed in one.compared]
     return int(any(timed.verdict == "slower" for timed in whole))
 
@@ -109,8 +113,8 @@ def _aiter_is_usable() -> bool:
 
 def _time(
     options: Options, batches: Sequence[int], plan: Plan, attribute: bool, out: Path | None
-) -> tuple[list[Timings], bool]:
-    """What was timed, and whether the user stopped it; the evidence so far is in `out` all along."""
+) -> tuple[list[Timings], int]:
+    """What was timed, and the exit code if it was cut short, else 0; the evidence so far is in `out` all along."""
     jobs = _jobs(options, batches, plan, attribute)
     total = sum(1 + len(wanted) for _, wanted in jobs)
     known: dict[Setting, Timings] = {}
@@ -128,10 +132,15 @@ def _time(
                     advance(done, f"batch {setting.batch}, {PARTS[setting.part]}")
                     write(complete=done == total)
                     if interrupts.requested:
-                        return list(known.values()), True
+                        return list(known.values()), EXIT_INTERRUPTED
     except KeyboardInterrupt:
-        return list(known.values()), True
-    return list(known.values()), False
+        return list(known.values()), EXIT_INTERRUPTED
+    except RuntimeError as error:  # a timing process was lost; a signal to the terminal's group ends those too
+        if interrupts.requested:
+            return list(known.values()), EXIT_INTERRUPTED
+        print(f"dsv32: error: {error}; what was timed before is shown", file=sys.stderr)
+        return list(known.values()), EXIT_CODES[Outcome.INCONCLUSIVE]
+    return list(known.values()), 0
 
 
 def _jobs(
@@ -219,6 +228,8 @@ def _show_timings(timings: list[Timings], plan: Plan) -> None:
         spread = f"A/A spread {100 * one.budget.spread:.1f} % per block"
         detectable = f"detectable {100 * one.budget.detectable:.1f} %{enough}"
         print(f"{where}: {spread}, {one.budget.blocks} blocks, {runs} pairs, {detectable}")
+        if plan.clock == "device":
+            print(f"{where}: {', '.join(f'{name} {value}' for name, value in one.states[-1].items())}")
     print(_what_was_timed(plan))
 
 
