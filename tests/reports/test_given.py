@@ -14,7 +14,7 @@ from dsv32_fuzz.events import Event, EvidenceGiven
 from dsv32_fuzz.verdict import Status
 from dsv32_reports.bundle import JOURNAL
 from dsv32_reports.fold import fold
-from dsv32_reports.given import accuracy_given, latency_given, limit_of, router_study_given
+from dsv32_reports.given import accuracy_given, check_limits, latency_given, limit_of, router_study_given
 from dsv32_reports.model import Gate, Outcome, Report
 from dsv32_reports.policy import DEFAULT, GateRule, Policy
 from dsv32_reports.statistics import Statistic, controlled
@@ -155,6 +155,13 @@ def test_the_policy_moves_the_limit() -> None:
         _, gates = judged(event, policy=DEFAULT.with_limit("accuracy", margin))
         assert (gates["accuracy"].status, gates["accuracy"].limit) == (status, margin)
         assert "cannot show in this score" in gates["accuracy"].lines[0].summary
+
+
+@pytest.mark.parametrize(("gate", "limit"), [("accuracy", 0.0), ("router_precision", 1.0), ("latency", 1.5)])
+def test_a_limit_that_is_no_share_is_one_line(gate: str, limit: float) -> None:
+    check_limits(DEFAULT.with_limit("latency", 0.0))
+    with pytest.raises(ValueError, match=f"the limit of {gate} is {limit:g}; it is a share"):
+        check_limits(DEFAULT.with_limit(gate, limit))
 
 
 EDITS = {
