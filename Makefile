@@ -18,9 +18,17 @@ CONSTRAINTS := -c constraints.txt
 ADD_SITE = true
 endif
 
-.PHONY: signoff test lint nightly pages mutants evidence clean
+.PHONY: signoff examples test lint nightly pages mutants evidence clean
 signoff: $(VENV)/ready
 	$(BIN)/dsv32 signoff
+
+# The two sign-offs that the README speaks of: NO-GO for the PR as merged, GO for the repaired key.
+EXAMPLES ?= examples
+examples: $(VENV)/ready
+	$(BIN)/dsv32 signoff --options pr42982 --out $(EXAMPLES)/pr42982; test $$? -eq 1
+	$(BIN)/dsv32 signoff --options pr47766 --out $(EXAMPLES)/pr47766
+	$(BIN)/dsv32 verify $(EXAMPLES)/pr42982
+	$(BIN)/dsv32 verify $(EXAMPLES)/pr47766
 
 test: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not nightly and not browser"

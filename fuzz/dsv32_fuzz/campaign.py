@@ -87,8 +87,8 @@ PROFILES: dict[str, Profile] = {
         table_requests=(128,),
     ),
     "signoff": Profile(
-        workload_seconds=45,
-        fuzz_seconds=10,
+        workload_seconds=40,
+        fuzz_seconds=8,
         fuzz_examples=100,
         check_seconds=1.0,
         check_examples=10,

@@ -112,6 +112,18 @@ def verdicts(given: Sequence[EvidenceGiven], policy: Policy) -> list[VerdictReac
     ]
 
 
+def check_limits(policy: Policy) -> None:
+    """See that every limit of these gates is one.
+
+    Raises:
+        ValueError: a share that is none.
+    """
+    for gate in DEFAULT_LIMITS:
+        limit = limit_of(gate, policy)
+        if limit is not None and not (0 < limit < 1 or (limit == 0 and gate == "latency")):
+            raise ValueError(f"the limit of {gate} is {limit:g}; it is a share, above 0 and below 1")
+
+
 def limit_of(gate: str, policy: Policy) -> float | None:
     """The policy's limit, else the default."""
     own = policy.rule(gate).limit

@@ -24,8 +24,8 @@ from dsv32_fuzz.events import (
 )
 from dsv32_fuzz.known_cases import KnownCases
 from dsv32_fuzz.targets import Target
-from dsv32_reports.bundle import JOURNAL
-from dsv32_reports.fingerprint import fingerprint
+from dsv32_reports.bundle import JOURNAL, MANIFEST
+from dsv32_reports.fingerprint import DEVICE_STATE, device_fingerprint, fingerprint
 from dsv32_reports.fold import Evidence
 from dsv32_reports.interrupt import Interrupts
 from dsv32_reports.json_file import journal_line, read_journal
@@ -79,7 +79,7 @@ def started(
         started=now.isoformat(timespec="seconds"),
         seed=seed,
         profile=profile,
-        fingerprint=fingerprint() | versions_of(target),
+        fingerprint=fingerprint() | versions_of(target) | device_fingerprint(),
         policy=msgspec.to_builtins(policy),
         approver=approver,
         previous=previous,
@@ -123,7 +123,8 @@ def kept_events(folder: Path) -> list[AnyEvent]:
     events = read_journal(journal)
     if not events or not isinstance(events[0], RunStarted):
         raise ValueError(f"{journal} does not begin with RunStarted; start a new sign-off")
-    if any(isinstance(event, RunFinished) and not event.interrupted for event in events):
+    whole = (folder / MANIFEST).is_file()  # a full disk may have left the pages out
+    if whole and any(isinstance(event, RunFinished) and not event.interrupted for event in events):
         raise ValueError(f"{folder} is finished; see its report.html, or start a new sign-off")
     given = 1
     while given < len(events) and isinstance(events[given], EvidenceGiven):
@@ -139,7 +140,8 @@ def check_resumable(first: RunStarted, target: Target, folder: Path) -> None:
         ValueError: something differs.
     """
     now = fingerprint() | versions_of(target) | {"target": target.name}
-    then = first.fingerprint | {"target": first.target}
+    then = {name: value for name, value in first.fingerprint.items() if not name.startswith(DEVICE_STATE)}
+    then |= {"target": first.target}
     changed = [name for name in now.keys() | then.keys() if now.get(name) != then.get(name)]
     if changed:
         raise ValueError(f"{folder} was made with another {', '.join(sorted(changed))}; start a new sign-off")

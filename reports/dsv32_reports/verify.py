@@ -19,7 +19,7 @@ from dsv32_reports.fold import Evidence, make_report
 from dsv32_reports.json_file import read_journal
 from dsv32_reports.model import Report
 
-SUITE = "dsv32-validation"
+SUITE, COMMIT = "dsv32-validation", "dsv32-validation commit"
 MAX_REPORT_BYTES = 256 * 1024 * 1024
 
 
@@ -121,7 +121,8 @@ def _against_journal(folder: Path) -> list[str]:
             problems.append(f"{name}: differs from what the journal gives")
     known = {JOURNAL, *expected, *(f"cases/{name}" for name in evidence.findings)}
     problems += [f"{name}: no file of a sign-off" for name in files_of(folder) if name not in known]
-    return problems + _cases(folder, evidence)
+    problems += _cases(folder, evidence)
+    return [*problems, *_of_another_commit(evidence)] if problems else []
 
 
 def _made_by_another_version(evidence: Evidence) -> str:
@@ -129,6 +130,17 @@ def _made_by_another_version(evidence: Evidence) -> str:
     made = evidence.started.fingerprint.get(SUITE, "unknown") if evidence.started else "unknown"
     ours = fingerprint()[SUITE]
     return "" if made == ours else f"{JOURNAL}: made by {SUITE} {made}, this is {ours}; verify it with {made}"
+
+
+def _of_another_commit(evidence: Evidence) -> list[str]:
+    """A hint for whoever sees differences: the suite itself may have changed since."""
+    made = evidence.started.fingerprint.get(COMMIT, "") if evidence.started else ""
+    ours = fingerprint()[COMMIT]
+    if not made or made == ours:
+        return []
+    return [
+        f"{JOURNAL}: made by commit {made}, this is {ours}; a difference may be one of the suite: verify it with {made}"
+    ]
 
 
 def _report(path: Path) -> Report:

@@ -188,6 +188,8 @@ def test_a_bad_case_file_is_one_line(bundles: Path, tmp_path: Path, how: str) ->
         (("signoff", "--profile", "weekly"), "choose one of ci, signoff"),
         (("signoff", "--out", "taken"), "choose a new folder"),
         (("signoff", "--out", "/dev/null/x"), "choose another folder"),
+        (("signoff", "--latency", "none.json"), "give what dsv32 trace --out writes"),
+        (("signoff", "--corpus", "none"), "holds no case"),
         (("replay", "missing.json"), "give a case file"),
         (("replay", "x.json", "--set", "bias=fp32"), "give --options"),
         (("golden", "missing.json.gz"), "missing.json.gz"),

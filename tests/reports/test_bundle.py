@@ -184,6 +184,16 @@ def test_the_bundle_is_a_function_of_the_journal(bundle: Path) -> None:
     assert before == {name: (bundle / name).read_bytes() for name in files_of(bundle)}
 
 
+def test_another_commit_is_named_beside_what_differs(bundle: Path, tmp_path: Path) -> None:
+    mine = started().fingerprint
+    make_bundle(tmp_path / "old", whole_run(fingerprint=mine | {"dsv32-validation commit": "0123abc"}))
+    assert verify(tmp_path / "old")[0] == []
+    edit(tmp_path / "old" / "report.json", '"sequences": 40', '"sequences": 4000')
+    assert "made by commit 0123abc" in verify(tmp_path / "old")[0][-1]
+    edit(bundle / "report.json", '"sequences": 40', '"sequences": 4000')
+    assert not any("commit" in problem for problem in verify(bundle)[0])
+
+
 def test_another_versions_bundle_is_named(tmp_path: Path) -> None:
     make_bundle(tmp_path / "run", whole_run(fingerprint={"dsv32-validation": "0.0.1"}))
     (problem,) = verify(tmp_path / "run")[0]

@@ -8,13 +8,17 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from report_worlds import given, make_bundle, router_study, trace_evidence, whole_run
 
 from dsv32_fuzz.events import Event, EvidenceGiven
+from dsv32_fuzz.router_study.gates import Gate as StudiedGate
+from dsv32_fuzz.router_study.study import study_layer
 from dsv32_fuzz.verdict import Status
+from dsv32_ref.config import Config
 from dsv32_reports.bundle import JOURNAL
 from dsv32_reports.fold import fold
-from dsv32_reports.given import accuracy_given, latency_given, limit_of, router_study_given
+from dsv32_reports.given import accuracy_given, check_limits, latency_given, limit_of, router_study_given
 from dsv32_reports.model import Gate, Outcome, Report
 from dsv32_reports.policy import DEFAULT, GateRule, Policy
 from dsv32_reports.statistics import Statistic, controlled
@@ -157,6 +161,13 @@ def test_the_policy_moves_the_limit() -> None:
         assert "cannot show in this score" in gates["accuracy"].lines[0].summary
 
 
+@pytest.mark.parametrize(("gate", "limit"), [("accuracy", 0.0), ("router_precision", 1.0), ("latency", 1.5)])
+def test_a_limit_that_is_no_share_is_one_line(gate: str, limit: float) -> None:
+    check_limits(DEFAULT.with_limit("latency", 0.0))
+    with pytest.raises(ValueError, match=f"the limit of {gate} is {limit:g}; it is a share"):
+        check_limits(DEFAULT.with_limit(gate, limit))
+
+
 EDITS = {
     "flips": ('"flipped":100', '"flipped":1'),
     "kind of inputs": ("synthetic: independent", "recorded: independent"),
@@ -201,6 +212,22 @@ def test_hardware_must_be_named_by_the_fingerprint(changes: Any, status: Status,
     report, gates = judged(policy=Policy(evidence="hardware"), **changes)
     assert (gates["hardware"].status, report.outcome) == (status, outcome)
     assert (outcome is Outcome.GO) != report.reason.startswith("logic GO, hardware evidence missing")
+
+
+def test_what_the_router_command_prints_is_a_study(tmp_path: Path) -> None:
+    """A bias as narrow as those published, of which bf16 leaves some values: choices and weights move."""
+    g = torch.Generator().manual_seed(0)
+    weight_EM = torch.randn(256, 64, generator=g) / 8
+    gate = StudiedGate(layer=3, weight_EM=weight_EM, bias_E=7 + 0.1 * torch.rand(256, generator=g))
+    layer = study_layer(gate, torch.randn(400, 64, generator=g), Config(), seed=0)
+    assert layer.weight_shift is not None
+    assert 0 < layer.load_shift < 1
+    assert 0 < layer.weight_shift < 1
+    path = tmp_path / "study.json"
+    path.write_bytes(msgspec.json.encode({"inputs": "recorded: x", "worst_layer": 3, "layers": [layer]}))
+    _, gates = judged(router_study_given(path), policy=STRICT)
+    (line,) = gates["router_precision"].lines
+    assert line.measured["flipped"] == layer.flips["both"].flipped > 0
 
 
 def test_a_release_that_nobody_knows_is_no_go_ahead() -> None:

@@ -11,8 +11,8 @@ from report_worlds import counterexample, everything, given, reached, router_stu
 from dsv32_fast.options import PRESETS
 from dsv32_fuzz.events import Event, PhaseFinished, PhaseStarted, RunFinished, RunStarted
 from dsv32_fuzz.targets.intree import InTreeTarget
-from dsv32_reports.bundle import JOURNAL, write_bundle
-from dsv32_reports.fingerprint import fingerprint
+from dsv32_reports.bundle import JOURNAL, MANIFEST, write_bundle
+from dsv32_reports.fingerprint import DEVICE_STATE, fingerprint
 from dsv32_reports.fold import fold, make_report
 from dsv32_reports.interrupt import Interrupts
 from dsv32_reports.json_file import journal_line, read_journal
@@ -66,13 +66,24 @@ def test_an_interrupted_run_verifies_after_it_went_on(tmp_path: Path) -> None:
     assert verify(folder)[0] == []
 
 
+def test_a_run_whose_pages_found_no_room_is_written_when_it_goes_on(tmp_path: Path) -> None:
+    folder = stopped(tmp_path / "run", [FIRST[0], *DONE, *REST])
+    kept = kept_events(folder)
+    assert kept == [FIRST[0], *DONE, *REST[:-1]]
+    evidence = collect(stream(REST[-1]), folder, [], Interrupts(), kept)
+    write_bundle(make_report(evidence, "run"), folder)
+    assert verify(folder)[0] == []
+
+
 def test_what_cannot_go_on_is_an_error(tmp_path: Path) -> None:
     for name, events, told in (
         ("finished", [*FIRST, *DONE, *REST], "is finished"),
         ("headless", DONE, "does not begin with RunStarted"),
     ):
+        folder = stopped(tmp_path / name, list(events))
+        (folder / MANIFEST).write_text("{}")
         with pytest.raises(ValueError, match=told):
-            kept_events(stopped(tmp_path / name, list(events)))
+            kept_events(folder)
     with pytest.raises(ValueError, match=r"holds no events\.jsonl"):
         kept_events(tmp_path)
 
@@ -82,6 +93,8 @@ def test_other_software_cannot_go_on() -> None:
     first = FIRST[0]
     assert isinstance(first, RunStarted)
     check_resumable(first, target, Path("run"))
+    warm = started(fingerprint=fingerprint() | {f"{DEVICE_STATE}temperature": "60"})
+    check_resumable(warm, target, Path("run"))
     with pytest.raises(ValueError, match="made with another torch"):
         check_resumable(started(fingerprint=fingerprint() | {"torch": "1"}), target, Path("run"))
 

@@ -25,8 +25,7 @@ from dsv32_reports.bundle import write_bundle
 from dsv32_reports.commands.common import Assignments, Json, TargetName, TargetPython, VllmPath, command
 from dsv32_reports.fold import make_report
 from dsv32_reports.gates import FIGURES, gate_names
-from dsv32_reports.given import accuracy_given, latency_given, router_study_given
-from dsv32_reports.given import verdicts as verdicts_of
+from dsv32_reports.given import accuracy_given, check_limits, latency_given, router_study_given
 from dsv32_reports.interrupt import interrupts
 from dsv32_reports.model import EXIT_CODES, EXIT_INTERRUPTED
 from dsv32_reports.policy import DEFAULT, load_policy
@@ -101,7 +100,7 @@ def signoff(
     given = [accuracy_given(*accuracy)] if accuracy else []
     given += [router_study_given(router_study)] if router_study else []
     given += [latency_given(latency)] if latency else []
-    verdicts_of(given, rules)  # a limit that cannot be is told now, not after the run
+    check_limits(rules)
     known = KnownCases(corpus=corpus, ledger=ledger).checked(target) if corpus or ledger else None
     previous = previous_of(since) if since else None
     started = signoff_run.started(
