@@ -63,6 +63,7 @@ def test_the_unchanged_call_is_fine():
         ({"reduce_indptr": torch.zeros(0, dtype=torch.int32)}, "reduce_indptr"),
         ({"work_indptr": torch.zeros(256, dtype=torch.int32)}, "work_indptr has 256 entries; .* need 257"),
         ({"seqlens_kv_indptr": indptr([5])}, "B rows need"),
+        ({"seqlens_kv_indptr": indptr([*LENS, 5])}, "B rows need"),
         ({"kv_last_page_lens": torch.ones(2, dtype=torch.int32)}, "B rows need"),
         ({"seqlens_qo_indptr": torch.zeros(0, dtype=torch.int32)}, "B rows need"),
         ({"seqlens_kv_indptr": torch.tensor([1, 5, 6, 7], dtype=torch.int32)}, "seqlens_kv_indptr does not start at 0"),
@@ -136,10 +137,13 @@ def test_other_planners_are_refused(changes, words):
         call(**changes)
 
 
-@pytest.mark.parametrize(("size", "kind"), [(7, UnsupportedPlanner), (6, UndefinedInAiter)])
-def test_v1_1_folds_heads_beyond_a_reduce_indptr_for_rows_alone(size, kind):
+@pytest.mark.parametrize(
+    ("size", "kind", "words"),
+    [(7, UnsupportedPlanner, "v1_1"), (6, UndefinedInAiter, "v1_1.* folds 32 heads into 2 rows and writes 7 entries")],
+)
+def test_v1_1_folds_heads_beyond_a_reduce_indptr_for_rows_alone(size, kind, words):
     """Three rows of 32 heads become six, whose ends need seven entries."""
-    with pytest.raises(kind, match="v1_1"):
+    with pytest.raises(kind, match=words):
         call(fast_mode=False, num_heads_per_head_k=32, reduce_indptr=torch.zeros(size, dtype=torch.int32))
 
 
@@ -168,10 +172,10 @@ NEEDED = {"work_info_set": 31, "reduce_indptr": 4, "reduce_final_map": 2, "reduc
 
 @pytest.mark.parametrize("name", NEEDED)
 def test_small_buffers_are_named_and_never_overrun(name):
-    """Exactly enough passes; one row less is refused, and the memory behind the buffer is not touched."""
+    """Exactly enough passes; less is refused, and the memory behind the buffer is not touched."""
     lens, need = [2048, 300, 17], NEEDED[name]
     whole = getattr(decode(lens, cap=16), name)
-    for rows in (need, need - 1):
+    for rows in (need, need - 1, 1 if name == "reduce_indptr" else 0):
         guarded = torch.full((need + 8, *whole.shape[1:]), POISON, dtype=torch.int32)
         plan = buffers(3)._replace(**{name: guarded[:rows]})
         if rows == need:
