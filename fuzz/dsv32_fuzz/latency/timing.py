@@ -24,6 +24,8 @@ from dsv32_fuzz.latency.statistics import Floats
 
 SHORTEST_BLOCK = 0.005
 """Seconds: a block holds as many runs of a subject as last this long."""
+WARM_UP = 0.1
+"""Seconds of runs, and `FEWEST_PAIRS` of them, that count nothing."""
 FEWEST_PAIRS = 5
 """Of a block, however long a run lasts: a median of fewer drops no hiccup."""
 HOST_FLUSH = 1 << 27
@@ -146,13 +148,15 @@ def joined(samples: Sequence[Samples]) -> Floats:
     return np.concatenate([one.log_ratios() for one in samples])
 
 
-def pairs_per_block(subject: Subject, clock: Clock = cpu_clock, warm: int = 5) -> int:
-    """How many runs last `SHORTEST_BLOCK`, at least `FEWEST_PAIRS`; warms the subject up.
+def pairs_per_block(subject: Subject, clock: Clock = cpu_clock) -> int:
+    """How many runs last `SHORTEST_BLOCK`, at least `FEWEST_PAIRS`; warms the subject up for `WARM_UP` seconds.
 
     Raises:
         ImpossibleTimeError: a run took no time.
     """
-    times = [_timed(subject, -1 - i, clock, None) for i in range(warm)]
+    times: list[float] = []
+    while len(times) < FEWEST_PAIRS or sum(times) < WARM_UP:
+        times.append(_timed(subject, -1 - len(times), clock, None))
     return max(FEWEST_PAIRS, math.ceil(SHORTEST_BLOCK / float(np.median(times))))
 
 
