@@ -21,6 +21,7 @@ from dsv32_fast.metadata import BuildCounts
 from dsv32_fast.options import Options
 from dsv32_fast.path import DecodePath, PathConfig, StepOutput
 from dsv32_fast.state import CacheState
+from dsv32_fuzz.long_decode import Event, decisions, follow
 from dsv32_fuzz.stage_bounds import Recording, Values
 from dsv32_ref import decode as reference
 from dsv32_ref.config import Config, Precision
@@ -80,7 +81,6 @@ FP8_KV = replace(PATH, kv_cache="fp8", q_scale=0.037, kv_scale=0.11)
 """An fp8 cache; scales that are no powers of two, and under which nothing saturates."""
 Recorded = Callable[..., tuple[Recording, BuildCounts]]
 """The fixture `recorded`: the run of the whole schedule, and what its builder did."""
-DECISIONS = ("index_topk", "gate_idx")
 
 
 @functools.cache
@@ -93,20 +93,6 @@ def path(
     options: Options, kernels: Kernels, config: Config = SMALL, sizes: PathConfig = PATH, fp8: bool = False
 ) -> DecodePath:
     return DecodePath(config, weights(config, fp8), options, kernels, sizes)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """One step, and what happens after it: drafts rejected, requests finished."""
-
-    tokens: Mapping[int, tuple[int, ...]]
-    padded_rows: int = 0
-    truncate: Mapping[int, int] = field(default_factory=dict)
-    release: tuple[int, ...] = ()
-
-    @property
-    def rows(self) -> int:
-        return sum(len(ids) for ids in self.tokens.values())
 
 
 def schedule(steps: int, seed: int = 0, config: Config = SMALL) -> list[Event]:
@@ -153,14 +139,6 @@ def _tokens_of(request: int, waiting: dict[int, int], rng: np.random.Generator, 
     return int(rng.choice([0, 1, 1, 1, 2, 3, 4]))
 
 
-def follow(event: Event, state: CacheState | State) -> None:
-    """What happens after a step."""
-    for request, length in event.truncate.items():
-        state.truncate(request, length)
-    for request in event.release:
-        state.release(request) if isinstance(state, CacheState) else state.preempt(request)
-
-
 def run_reference(events: list[Event], config: Config = SMALL, fp8: bool = False) -> list[Values]:
     """Every stage of the fp32 reference, free-running."""
     model = Model(config=config, weights=weights(config, fp8))
@@ -171,10 +149,6 @@ def run_reference(events: list[Event], config: Config = SMALL, fp8: bool = False
         found.append(trace.values)
         follow(event, state)
     return found
-
-
-def decisions(values: Values) -> Values:
-    return {key: value for key, value in values.items() if key[0] in DECISIONS}
 
 
 @dataclass(kw_only=True)
