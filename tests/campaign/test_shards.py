@@ -167,7 +167,7 @@ def test_what_was_not_shrunk_in_time_is_told(tmp_path: Path, monkeypatch: pytest
 def test_too_few_examples_are_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second property has 10 of its 100 examples when the shard is stopped; the first has had all of them."""
     use_numbers(monkeypatch, Numbers("even", enough=10**6), Numbers("odd", enough=10))
-    run_numbers(tmp_path, spec=msgspec.structs.replace(SPEC, min_examples=100))
+    run_numbers(tmp_path, 16.0, spec=msgspec.structs.replace(SPEC, min_examples=100))
     result = read_result([tmp_path])
     assert result.status is Status.MISTRUSTED
     assert {line.check: line.status for line in result.lines} == {"even": Status.PASSED, "odd": Status.MISTRUSTED}

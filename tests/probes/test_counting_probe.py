@@ -83,6 +83,7 @@ def test_one_slot_of_2048_in_exchange_for_another_is_seen_and_named(step: Decode
     assert bool((seen.counts_THS[0].sum(-1) == N).all()), "row 0 is as it was"
 
 
+@pytest.mark.parametrize("step", ["bf16", "fp8"], indirect=True)
 @pytest.mark.parametrize("lse", [True, False])
 @pytest.mark.parametrize("change", [-1, 1])
 def test_one_slot_of_2048_too_few_or_too_many_is_seen(step: DecodeStep, lse: bool, change: int) -> None:

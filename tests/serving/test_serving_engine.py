@@ -143,8 +143,8 @@ class NeverClears(MetadataBuilder):
 @pytest.fixture(autouse=True)
 def little_shrinking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough of it for the faults of this file."""
-    monkeypatch.setattr("dsv32_fuzz.explore.SHRINK_SECONDS", 4.0)
-    monkeypatch.setattr("dsv32_fuzz.serving.machine.SHRINK_SECONDS", 2.0)
+    monkeypatch.setattr("dsv32_fuzz.explore.SHRINK_SECONDS", 2.0)
+    monkeypatch.setattr("dsv32_fuzz.serving.machine.SHRINK_SECONDS", 0.5)
 
 
 def found_in(target: InTreeTarget, number: int = 0) -> CounterexampleFound:

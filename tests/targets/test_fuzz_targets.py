@@ -78,6 +78,7 @@ def test_a_target_of_another_package_is_fuzzed_and_its_cases_replayed(registered
     assert registered.is_dir()
 
 
+@pytest.mark.nightly
 def test_a_folder_in_the_place_of_vllm_is_fuzzed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that clears nothing: stale indices in the first step that shrinks."""
     monkeypatch.chdir(tmp_path)
