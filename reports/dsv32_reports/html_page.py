@@ -23,7 +23,9 @@ def _environment() -> Environment:
         environment.globals[chart.__name__] = chart
     words = (wording.headline, wording.number, wording.scope_text, wording.scope_title, wording.sentence)
     environment.filters.update({word.__name__: word for word in words}, by_scope=wording.by_scope)
-    environment.filters.update(kills=plots.kills, coverage_grid=plots.coverage, skip_rates=plots.skip_rates)
+    environment.filters.update(
+        kills=plots.kills, coverage_grid=plots.coverage, skip_rates=plots.skip_rates, error_drifts=plots.drifts
+    )
     return environment
 
 
@@ -42,6 +44,7 @@ def render_html(report: Report) -> str:
         "findings": report.findings and "Counterexamples",
         "budget": shown["budget_grid"] and "Errors",
         "margins": shown["margin_columns"] and "Router margins",
+        "drift": report.tables.get("drift") and "Error over steps",
         "skip-rate": report.tables.get("skip_rate") and "Plan reuse",
         "latency": shown["ratio_intervals"] and "Latency",
         "faults": report.tables.get("kill_matrix") and "Injected faults",

@@ -10,7 +10,7 @@ from dsv32_fuzz.faults import AREAS
 from dsv32_fuzz.verdict import MARGIN_EDGES, Status
 from dsv32_ref.bounds import EDGES
 from dsv32_reports.charts import Bar, Cell, Column, Grid, Interval
-from dsv32_reports.model import Covered, Gate, Report
+from dsv32_reports.model import Covered, Gate
 
 BUDGET, SAME, FLIPPED = "budget used: ", "router margin: same choice", "router margin: flipped"
 
@@ -105,7 +105,8 @@ def coverage(covered: Covered) -> Grid:
     return Grid(
         name="coverage-map",
         title="Steps searched, by the longest sequence (rows) and the longest query (columns) of a step",
-        desc=f"{covered.steps} steps; darker is more, on a logarithmic scale. {never} possible cells were never reached.",
+        desc=f"{covered.steps} steps; darker is more, on a logarithmic scale. "
+        f"{never} possible cells were never reached.",
         corner="Longest sequence",
         columns=queries,
         rows=[
@@ -130,6 +131,16 @@ def skip_rates(rows: Sequence[Mapping[str, Any]]) -> list[Bar]:
         )
         for row in rows
     ]
+
+
+def drifts(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """Relative error of the logits per step of the long decodes, by traffic and by who decides, in powers of ten."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for kind in ("forced", "free"):
+            if row.get(kind):
+                found.setdefault(f"{row['traffic']}, {kind} decisions", []).append(math.log10(row[kind]))
+    return found
 
 
 def ratios(gates: Sequence[Gate]) -> list[Interval]:

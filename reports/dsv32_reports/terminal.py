@@ -13,6 +13,7 @@ from dsv32_fuzz.events import CounterexampleFound, Event, PhaseStarted, RunFinis
 from dsv32_fuzz.events import Progress as ProgressEvent
 from dsv32_fuzz.verdict import Status
 from dsv32_reports.model import Finding, Gate, Outcome, Report
+from dsv32_reports.wording import headline, sentence
 
 STYLES = {Status.PASSED: "green", Status.FAILED: "red", Status.MISTRUSTED: "yellow", Status.SKIPPED: "dim"}
 OUTCOME_STYLES = {Outcome.GO: "bold green", Outcome.NO_GO: "bold red", Outcome.INCONCLUSIVE: "bold yellow"}
@@ -59,10 +60,12 @@ class ProgressListener:
 
 def print_report(report: Report, folder: Path, digest: str, console: Console, *, quiet: bool = False) -> None:
     """Verdict and path first, then the gates, the counterexamples, the skip rates and what was not judged."""
+    no_gpu = " (CPU, no MI355X)" if report.evidence == "emulated" else ""
     console.print(
         Text.assemble(
             (report.outcome.value, OUTCOME_STYLES[report.outcome]),
-            f"  {report.options_text}, evidence level: {report.evidence} (CPU, no MI355X)\n{report.reason}\n",
+            f"  {headline(report)}\n{sentence(report.reason)}\n",
+            f"evidence level: {report.evidence}{no_gpu}\n",
             f"report: {folder / 'report.html'}",
         ),
         soft_wrap=True,
@@ -109,6 +112,9 @@ def _print_gate(gate: Gate, console: Console) -> None:
     """A passed gate in one line, with what it was proved or compared on; any other gate with all its lines."""
     steps = sum(int(line.measured.get("steps", 0)) for line in gate.lines)
     over = f" ({steps} steps in {len(gate.lines)} scopes)" if steps and gate.status is Status.PASSED else ""
+    if not gate.judged:
+        _say(console, f"NOT JUDGED  {gate.title}: {gate.lines[0].summary if gate.lines else gate.meaning}")
+        return
     _status_line(console, gate.status, f"{gate.title}: {gate.meaning}{over}")
     for line in gate.lines:
         if gate.status is not Status.PASSED or line.summary != gate.lines[-1].summary:
@@ -117,7 +123,8 @@ def _print_gate(gate: Gate, console: Console) -> None:
 
 def _print_finding(finding: Finding, console: Console) -> None:
     _say(console, f"\nCounterexample for {finding.check}, {finding.scope}: {finding.summary}")
-    _say(console, f"  {finding.classification}")
+    if finding.classification:
+        _say(console, f"  {finding.classification}")
     if finding.also_fails:
         _say(console, f"  also fails: {', '.join(finding.also_fails)}")
     for line in finding.shown:

@@ -14,13 +14,47 @@ from typing import Any
 import pytest
 from report_worlds import make_bundle, whole_run
 
+from dsv32_fuzz.events import Event, TableMade, VerdictReached
+from dsv32_fuzz.verdict import MARGIN_EDGES, Status, Verdict
+from dsv32_ref.bounds import EDGES
 from dsv32_reports.fold import fold
 from dsv32_reports.html_page import render_history
 
 pytestmark = pytest.mark.browser
 CHROMIUM = os.environ.get("DSV32_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser") or ""
 WIDTHS = {"phone": 360, "desktop": 1280, "print": 794}
-NARROWEST_TEXT = "[...document.querySelectorAll('h1,h2,h3,p,li,.badge')]"
+NARROWEST_TEXT = "[...document.querySelectorAll('h1,h2,h3,p,li,.badge')].filter(e => e.checkVisibility())"
+
+
+def pictured_run() -> list[Event]:
+    """A failing run that has everything that the page draws."""
+    flips = [0] * 5 + [3] + [0] * (len(MARGIN_EDGES) - 5)
+    same = [1] * (len(MARGIN_EDGES) + 1)
+    beyond = [900, *[0] * (len(EDGES) - 2), 99, 1]
+    shown = {
+        ("step", "stage_numerics"): {"budget used: attn_z": beyond},
+        ("router", "router_precision"): {"router margin: same choice": same, "router margin: flipped": flips},
+    }
+    extra: list[Event] = [
+        VerdictReached(
+            phase=f"check:{family}",
+            scope=check,
+            verdict=Verdict(
+                check=check, status=Status.PASSED, summary="seen", measured={"steps": 1}, histograms=histograms
+            ),
+        )
+        for (family, check), histograms in shown.items()
+    ]
+    ratio: dict[str, float | int | str] = {"ratio": 0.97, "ratio_low": 0.96, "ratio_high": 0.98}
+    faster = Verdict(check="latency", status=Status.PASSED, summary="faster", measured=ratio)
+    extra.append(VerdictReached(phase="given", scope="latency", verdict=faster))
+    steps = [{"traffic": "decode", "step": i, "forced": 1e-3 * (i + 1), "free": 2e-3} for i in range(3)]
+    killers = [("key", "key_sufficiency"), ("key", ""), ("router", "router_choice")]
+    fault = {"fault": "f", "story": "a defect", "reference": "a report", "examples": 1, "seconds": 0.1}
+    extra.append(TableMade(name="drift", rows=steps))
+    extra.append(TableMade(name="kill_matrix", rows=[{**fault, "area": a, "killed_by": k} for a, k in killers]))
+    run = whole_run(failing=True, approver="A. N. Other")
+    return [*run[:-1], *extra, run[-1]]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +72,7 @@ def browser() -> Iterator[Any]:
 def page_file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
     if request.param == "report":
-        make_bundle(folder / "run", whole_run(failing=True, approver="A. N. Other"))
+        make_bundle(folder / "run", pictured_run())
         return folder / "run" / "report.html"
     report = fold(whole_run(), "x")
     points = {("in-tree, pr47766", "upper bound"): [(str(i), i / 10 + 0.1) for i in range(8)]}
@@ -98,12 +132,38 @@ def _overlap(a: dict[str, float], b: dict[str, float]) -> bool:
 
 
 def test_every_section_is_there(browser: Any, tmp_path: Path) -> None:
-    make_bundle(tmp_path / "run", whole_run(failing=True))
+    make_bundle(tmp_path / "run", pictured_run())
     page = browser.new_page()
     page.goto((tmp_path / "run" / "report.html").as_uri())
     headings = [heading.inner_text() for heading in page.query_selector_all("h2")]
-    wanted = ["By traffic", "Gates", "Counterexamples", "How often the plan is reused", "Not judged", "Made with"]
+    wanted = [
+        "By traffic",
+        "Gates",
+        "Not judged",
+        "Counterexamples",
+        "Errors against their bounds",
+        "Router margins",
+        "Error over many steps",
+        "How often the plan is reused",
+        "Latency",
+        "Would the checks have seen it?",
+        "What the searches visited",
+        "What each gate found",
+        "Made with",
+    ]
     assert [name for name in wanted if name not in headings] == []
+    page.close()
+
+
+def test_paper_shows_what_the_screen_folds_away(browser: Any, tmp_path: Path) -> None:
+    make_bundle(tmp_path / "run", pictured_run())
+    page = browser.new_page()
+    page.goto((tmp_path / "run" / "report.html").as_uri())
+    folded = "[...document.querySelectorAll('details:not([open]) table')]"
+    hidden = f"{folded}.filter(e => !e.checkVisibility()).length"
+    assert page.evaluate(hidden) > 3
+    page.emulate_media(media="print")
+    assert page.evaluate(hidden) == 0
     page.close()
 
 

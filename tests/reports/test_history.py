@@ -73,7 +73,7 @@ def test_the_commands(tmp_path: Path) -> None:
     assert document["added"] == 8
     assert [drift["figure"] for drift in document["drifts"]] == ["upper bound on failing serving runs"]
     page = (tmp_path / "h.html").read_text()
-    assert page.count("<svg") == len(figures(fold(whole_run(), "x")))
+    assert page.count('<svg role="img"') == len(figures(fold(whole_run(), "x")))
     assert CliRunner().invoke(app, ["diff", bundles[0], bundles[0]]).exit_code == 0
     assert CliRunner().invoke(app, ["diff", bundles[0], bundles[7]]).exit_code == 1
     (tmp_path / "b0" / "report.html").write_text("x")
