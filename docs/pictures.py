@@ -1,6 +1,6 @@
 """Takes the pictures in docs/pictures of the page of a bundle, at the width of a phone, a desktop and paper.
 
-    python docs/pictures.py signoff-pr42982-.../    # needs Chromium and the extra `browser`
+python docs/pictures.py signoff-pr42982-.../    # needs Chromium and the extra `browser`
 """
 
 from __future__ import annotations
