@@ -18,7 +18,7 @@ CONSTRAINTS := -c constraints.txt
 ADD_SITE = true
 endif
 
-.PHONY: signoff examples test lint nightly pages mutants evidence clean
+.PHONY: signoff examples pictures test lint nightly pages mutants evidence clean
 signoff: $(VENV)/ready
 	$(BIN)/dsv32 signoff
 
@@ -53,6 +53,10 @@ nightly: $(VENV)/ready
 	  --corpus $(CORPUS) --ledger $(LEDGER) --out $(NIGHTS)/$(SEED) || status=$$?; \
 	$(BIN)/dsv32 bench plan || status=$$?; \
 	exit $$status
+
+# The pictures in docs/pictures, of the page of $(EXAMPLES)/pr42982; needs what `pages` needs.
+pictures: $(VENV)/ready
+	$(BIN)/python docs/pictures.py $(EXAMPLES)/pr42982
 
 # The pages in an installed Chromium; needs the extra `browser` (make pages EXTRAS=dev,oracle,browser on a fresh .venv).
 pages: $(VENV)/ready

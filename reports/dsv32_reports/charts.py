@@ -15,7 +15,7 @@ WIDTH, ROW, LABEL = 720, 24, 290
 PLOT = WIDTH - LABEL - 70
 VALUE = WIDTH - 58
 TALL, COLUMN = 140, 48
-CELL, NAME, SLANT, LEVELS = 22, 210, 78, 5
+CELL, NAME, SLANT, LEVELS = 22, 210, 108, 5
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,7 +127,7 @@ def trend(name: str, title: str, desc: str, values: Sequence[float]) -> Markup:
 
 def heat_map(grid: Grid, *, width: int = 44) -> Markup:
     """Shaded cells of that width, each with its text; the names of the columns rise above them."""
-    size = NAME + width * len(grid.columns) + 50, SLANT + CELL * len(grid.rows) + 4
+    size = NAME + width * len(grid.columns) + SLANT - width // 2, SLANT + CELL * len(grid.rows) + 4
     parts = [slanted((NAME + width * (i + 0.5), SLANT - 6), name) for i, name in enumerate(grid.columns)]
     for row, (name, cells) in enumerate(grid.rows):
         y = SLANT + CELL * row

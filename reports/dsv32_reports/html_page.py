@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -11,6 +12,7 @@ from dsv32_reports.history import Drift, Row
 from dsv32_reports.model import Report
 
 
+@functools.cache
 def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("dsv32_reports"),

@@ -15,6 +15,7 @@ import pytest
 from report_worlds import make_bundle, whole_run
 
 from dsv32_fuzz.events import Event, TableMade, VerdictReached
+from dsv32_fuzz.faults import AREAS
 from dsv32_fuzz.verdict import MARGIN_EDGES, Status, Verdict
 from dsv32_ref.bounds import EDGES
 from dsv32_reports.fold import fold
@@ -49,7 +50,7 @@ def pictured_run() -> list[Event]:
     faster = Verdict(check="latency", status=Status.PASSED, summary="faster", measured=ratio)
     extra.append(VerdictReached(phase="given", scope="latency", verdict=faster))
     steps = [{"traffic": "decode", "step": i, "forced": 1e-3 * (i + 1), "free": 2e-3} for i in range(3)]
-    killers = [("key", "key_sufficiency"), ("key", ""), ("router", "router_choice")]
+    killers = [("key", "key_sufficiency"), ("key", ""), *((area, "router_choice") for area in AREAS)]
     fault = {"fault": "f", "story": "a defect", "reference": "a report", "examples": 1, "seconds": 0.1}
     extra.append(TableMade(name="drift", rows=steps))
     extra.append(TableMade(name="kill_matrix", rows=[{**fault, "area": a, "killed_by": k} for a, k in killers]))
@@ -118,6 +119,11 @@ def test_nothing_is_cut_or_overlaps(opened: tuple[Any, list[str]], width: str) -
     assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[width]
     cut = f"{NARROWEST_TEXT}.filter(e => e.scrollWidth > e.clientWidth + 1 && e.clientWidth > 0).map(e => e.outerHTML)"
     assert page.evaluate(cut) == []
+    beyond = """[...document.querySelectorAll('svg text')].filter(e => {
+      const a = e.getBoundingClientRect(), b = e.ownerSVGElement.getBoundingClientRect();
+      return a.width && (a.left < b.left - 1 || a.right > b.right + 1 || a.top < b.top - 1 || a.bottom > b.bottom + 1);
+    }).map(e => e.textContent)"""
+    assert page.evaluate(beyond) == []
     boxes = f"{NARROWEST_TEXT}.filter(e => !e.children.length).map(e => e.getBoundingClientRect().toJSON())"
     placed = [box for box in page.evaluate(boxes) if box["width"] and box["height"]]
     assert len(placed) >= 3
@@ -159,7 +165,7 @@ def test_paper_shows_what_the_screen_folds_away(browser: Any, tmp_path: Path) ->
     make_bundle(tmp_path / "run", pictured_run())
     page = browser.new_page()
     page.goto((tmp_path / "run" / "report.html").as_uri())
-    folded = "[...document.querySelectorAll('details:not([open]) table')]"
+    folded = "[...document.querySelectorAll('details:not([open]):not(.same) table')]"
     hidden = f"{folded}.filter(e => !e.checkVisibility()).length"
     assert page.evaluate(hidden) > 3
     page.emulate_media(media="print")
