@@ -128,10 +128,10 @@ def one_row_more(gating: Tensor, bias: Tensor, weights: Tensor, ids: Tensor, *re
 
 
 def adds_to_its_output(gating: Tensor, bias: Tensor, weights: Tensor, ids: Tensor, *rest: Any) -> None:
-    """Relies on a buffer of zeros."""
-    fresh = torch.empty_like(weights)
-    api.biased_grouped_topk(gating, bias, fresh, ids, *rest)
-    weights.copy_(torch.where(weights.isnan(), weights, fresh))
+    """Relies on a buffer of zeros; only where the check filled it, since what `torch.empty` holds is left to chance."""
+    held = weights.clone() if weights.untyped_storage().nbytes() > weights.nbytes else torch.zeros_like(weights)
+    api.biased_grouped_topk(gating, bias, weights, ids, *rest)
+    weights.add_(held)
 
 
 CHOICE_FAULTS: list[tuple[Fault, str]] = [

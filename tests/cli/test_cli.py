@@ -48,10 +48,12 @@ def report(bundles: Path, name: str) -> dict[str, object]:
 
 
 def test_output_opens_with_verdict_evidence_and_path(bundles: Path) -> None:
-    lines = (bundles / "pr42982.txt").read_text().splitlines()
-    assert lines[0].startswith("NO-GO  pr42982, evidence level: emulated")
-    assert lines[2] == "report: pr42982/report.html"
-    assert (bundles / "pr47766.txt").read_text().startswith("GO  pr47766, evidence level: emulated")
+    for name, outcome in (("pr42982", "NO-GO  Do not deploy pr42982: "), ("pr47766", "GO  Nothing speaks against ")):
+        lines = (bundles / f"{name}.txt").read_text().splitlines()
+        assert lines[0].startswith(outcome)
+        opening = lines[: lines.index("")]
+        assert "evidence level: emulated (CPU, no MI355X)" in opening
+        assert f"report: {name}/report.html" in opening
 
 
 def test_pr42982_is_refuted_in_mtp_and_chunked_prefill_and_exact_for_decode(bundles: Path) -> None:
