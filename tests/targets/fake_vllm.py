@@ -122,6 +122,45 @@ class FakeBuilder:
 """
 
 
+INDEXER = """
+from types import SimpleNamespace
+import torch
+
+class DeepseekV32IndexerMetadataBuilder:
+    def __init__(self, spec, layers, config, device):
+        self.drafts = config.num_speculative_tokens
+
+    def build(self, prefix, cam):
+        q = torch.diff(cam.query_start_loc_cpu)
+        ids = torch.repeat_interleave(torch.arange(len(q)), q)
+        place = torch.arange(len(ids)) - cam.query_start_loc_cpu[ids]
+        keys = (cam.seq_lens - q)[ids] + place + 1 + {shift} * (place == 3)
+        live = int((q[ids] <= self.drafts + 1).sum())
+        starts = torch.zeros_like(keys[live:])
+        chunk = SimpleNamespace(cu_seqlen_ks=starts, cu_seqlen_ke=keys[live:])
+        decode = SimpleNamespace(seq_lens=keys[:live]) if live else None
+        return SimpleNamespace(decode=decode, prefill=SimpleNamespace(chunks=[chunk]) if live < len(ids) else None)
+"""
+
+MODEL = """
+import torch
+rocm_aiter_ops = None
+
+class Gate(torch.nn.Linear):
+    def __init__(self, hidden, experts):
+        super().__init__(hidden, experts, bias=False)
+        self.e_score_correction_bias = torch.nn.Parameter(torch.zeros(experts, dtype=torch.{router}))
+
+    def forward(self, x):
+        return super().forward(x).to(torch.{router})
+
+class DeepseekV2MoE(torch.nn.Module):
+    def __init__(self, config, parallel_config, prefix=""):
+        super().__init__()
+        self.gate = Gate(config.hidden_size, config.n_routed_experts)
+"""
+
+
 def write_fake(
     folder: Path,
     *,
@@ -132,6 +171,7 @@ def write_fake(
     moves: bool = False,
     invalid: int = -1,
     shift: int = 0,
+    router: str = "float32",
     prologue: str = "",
 ) -> Path:
     """Write the package; the defaults are without a defect.
@@ -144,7 +184,9 @@ def write_fake(
         persistent: `always`, or `decode` for a release that plans only steps of one token per request.
         moves: whether a view moves from step to step.
         invalid: what the converter makes of an invalid index.
-        shift: by how much the converters are off: in slots, and in rows that are too long.
+        shift: by how much the converters are off: in slots, and in rows that are too long; and by how many keys the
+            indexer's fourth row of a request.
+        router: type of the model's router logits and correction bias.
         prologue: statements at the start of the backend module.
     """
     backend = BACKEND.format(
@@ -155,6 +197,10 @@ def write_fake(
         "platforms.py": PLATFORMS,
         "v1/attention/backend.py": COMMON,
         "v1/attention/backends/mla/rocm_aiter_mla_sparse.py": prologue + backend,
+        "v1/attention/backends/mla/indexer.py": INDEXER.format(shift=shift),
+        "model_executor/models/deepseek_v2.py": MODEL.format(router=router),
+        "model_executor/layers/linear.py": "",
+        "model_executor/parameter.py": "",
     }
     for name, text in files.items():
         path = folder / "vllm" / name

@@ -42,7 +42,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmTarget]:
 def defective(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmTarget]:
     """The old key, no clears, and a view that moves: each is seen by a check of its own."""
     folder = tmp_path_factory.mktemp("defective")
-    target = open_fake(folder, key="old", clear=False, moves=True, invalid=0, shift=1)
+    target = open_fake(folder, key="old", clear=False, moves=True, invalid=0, shift=1, router="bfloat16")
     yield target
     target.close()
 
@@ -170,6 +170,8 @@ def test_probes_of_a_sound_package(sound: VllmTarget) -> None:
         "stream order",
         "padding of heads",
         "continued prompt",
+        "router logits",
+        "rows of the indexer",
     )
     assert {name: found[name][0] for name in held} == dict.fromkeys(held, "PASSED")
     assert "256" in found["converter"][1]
@@ -181,7 +183,7 @@ def test_probes_of_a_sound_package(sound: VllmTarget) -> None:
     )
 
 
-def test_probes_see_defects_of_converters_and_key(defective: VllmTarget) -> None:
+def test_probes_see_their_defects(defective: VllmTarget) -> None:
     found = answers(defective)
     assert found["converter"][0] == found["ragged gather"][0] == "FAILED"
     assert found["converter of an invalid index"] == (
@@ -190,6 +192,8 @@ def test_probes_see_defects_of_converters_and_key(defective: VllmTarget) -> None
     )
     assert found["continued prompt"] == ("FAILED", "the plan of the chunk before is reused")
     assert found["types with an fp8 cache"][0] == "FAILED"  # it passes no types
+    assert found["router logits"] == ("FAILED", "logits in bfloat16, correction bias in bfloat16")
+    assert found["rows of the indexer"] == ("FAILED", "q (64, 100), seq (64, 300): row 3 has 5 keys, expected 4")
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,11 @@ Probe = Callable[[Loaded], Answer]
 
 def run(loaded: Loaded, message: dict[str, Any]) -> dict[str, Any]:
     """All probes, or those named in the message; an exception of the target is a FAILED answer."""
-    from dsv32_fuzz.targets.vllm import contract
+    from dsv32_fuzz.targets.vllm import contract, indexer, model
 
     del message
-    answers = [_ask(name, probe, loaded) for name, probe in (*PROBES.items(), *contract.PROBES.items())]
+    probes = PROBES | contract.PROBES | model.PROBES | indexer.PROBES
+    answers = [_ask(name, probe, loaded) for name, probe in probes.items()]
     return {"answers": [vars(answer) for answer in answers]}
 
 
