@@ -18,8 +18,8 @@ from pathlib import Path
 from dsv32_fast.options import PRESETS
 from dsv32_fuzz.case import Case
 from dsv32_fuzz.events import CounterexampleFound
-from dsv32_fuzz.explore import explore
-from dsv32_fuzz.properties import StepTraffic
+from dsv32_fuzz.search.explore import explore
+from dsv32_fuzz.search.properties import StepTraffic
 from dsv32_fuzz.targets.intree import InTreeTarget
 
 DSV32 = [str(Path(sys.executable).parent / "dsv32")]

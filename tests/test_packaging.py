@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from dsv32_fuzz.campaign import families
-from dsv32_fuzz.traffic import TRAFFIC
+from dsv32_fuzz.signoff_run import families
+from dsv32_fuzz.strategies.traffic import TRAFFIC
 
 ROOT = Path(__file__).parents[1]
 

@@ -11,7 +11,7 @@ import msgspec
 
 from dsv32_fast.options import Options
 from dsv32_fuzz.case import AnyCase
-from dsv32_fuzz.coverage import Coverage
+from dsv32_fuzz.search.coverage import Coverage
 from dsv32_fuzz.verdict import Verdict
 
 

@@ -13,7 +13,6 @@ import msgspec
 from dsv32_fast.batch import StepBatch
 from dsv32_fast.options import Options, describe
 from dsv32_fuzz.case import AnyCase, Case
-from dsv32_fuzz.coverage import EVENTS, LENGTHS, Coverage, merge_coverage, possible_cells
 from dsv32_fuzz.events import (
     CounterexampleFound,
     Event,
@@ -26,6 +25,7 @@ from dsv32_fuzz.events import (
     TableMade,
     VerdictReached,
 )
+from dsv32_fuzz.search.coverage import EVENTS, LENGTHS, Coverage, merge_coverage, possible_cells
 from dsv32_fuzz.verdict import Status
 from dsv32_reports.gates import by_traffic, decide, make_gates, not_judged
 from dsv32_reports.given import verdicts as given_verdicts

@@ -22,7 +22,7 @@ from dsv32_fuzz.events import (
     RunFinished,
     RunStarted,
 )
-from dsv32_fuzz.known_cases import KnownCases
+from dsv32_fuzz.search.known_cases import KnownCases
 from dsv32_fuzz.targets import Target
 from dsv32_reports.bundle import JOURNAL, MANIFEST
 from dsv32_reports.fingerprint import DEVICE_STATE, device_fingerprint, fingerprint

@@ -11,7 +11,7 @@ from dsv32_fast.batch import StepBatch
 from dsv32_fast.options import PRESETS
 from dsv32_fuzz.case import Case, save_case
 from dsv32_fuzz.events import CounterexampleFound, Event, VerdictReached
-from dsv32_fuzz.known_cases import CASES, LEDGER, KnownCases, known_cases
+from dsv32_fuzz.search.known_cases import CASES, LEDGER, KnownCases, known_cases
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_fuzz.verdict import Status, Verdict
 

@@ -10,7 +10,7 @@ from dsv32_fast.options import PRESETS
 from dsv32_fuzz.campaigns.corpus import Corpus
 from dsv32_fuzz.campaigns.ledger import read_ledger, witnesses
 from dsv32_fuzz.case import load_case
-from dsv32_fuzz.replay import replay_case
+from dsv32_fuzz.search.replay import replay_case
 from dsv32_fuzz.verdict import Status
 
 FUZZ = Path(__file__).parents[2] / "fuzz"

@@ -244,7 +244,7 @@ def test_the_corpus_runs_first_and_once(tmp_path: Path, monkeypatch: pytest.Monk
     """`replay_on` asks for a property by the case; here there is one of numbers."""
     numbers = above(1000, "is too large")
     use_numbers(monkeypatch, numbers, Numbers("odd"))
-    monkeypatch.setattr("dsv32_fuzz.replay.property_of", lambda _case, _target: numbers)
+    monkeypatch.setattr("dsv32_fuzz.search.replay.property_of", lambda _case, _target: numbers)
     cases = [CorpusCase(file=f"{n}.json", case=document_of(number_case("even", n))) for n in (10, 2000)]
     shard = run_numbers(tmp_path, corpus=cases)
     assert numbers.ran[:2] == [10, 2000]

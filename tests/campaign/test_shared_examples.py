@@ -12,7 +12,7 @@ import pytest
 from campaign_world import Numbers
 
 from dsv32_fuzz.campaigns.shared_examples import open_examples
-from dsv32_fuzz.explore import Search
+from dsv32_fuzz.search.explore import Search
 from dsv32_fuzz.verdict import Status
 
 PORT = 16399

@@ -15,7 +15,7 @@ from dsv32_fast.kernels.protocol import Kernels
 from dsv32_fast.options import PRESETS
 from dsv32_fuzz.case import AnyCase
 from dsv32_fuzz.checks.own_input import InputCheck
-from dsv32_fuzz.properties import OwnInput
+from dsv32_fuzz.search.properties import OwnInput
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_fuzz.verdict import Status
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import strategies as st
 
 from dsv32_fast.options import PRESETS
-from dsv32_fuzz.campaign import OWN_WORKLOAD, PROFILES, campaign, search_family, trial_workload
 from dsv32_fuzz.checks.own_input import InputCheck
 from dsv32_fuzz.events import CounterexampleFound, Event, PhaseStarted, Progress, RunFinished, VerdictReached
+from dsv32_fuzz.signoff_run import OWN_WORKLOAD, PROFILES, campaign, search_family, trial_workload
 from dsv32_fuzz.targets import Target
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_fuzz.verdict import Status, Verdict
@@ -77,7 +77,7 @@ class AnyNumbers(SmallNumbers):
 
 
 def test_a_family_gives_a_verdict_for_each_check_and_shrinks_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsv32_fuzz.campaign.INPUT_CHECKS", (SmallNumbers, AnyNumbers))
+    monkeypatch.setattr("dsv32_fuzz.signoff_run.INPUT_CHECKS", (SmallNumbers, AnyNumbers))
     events = list(search_family(InTreeTarget(PRESETS["pr47766"]), "toys", PROFILES["ci"], 0))
     reached = [event for event in events if isinstance(event, VerdictReached)]
     assert [(e.phase, e.scope, e.verdict.status) for e in reached] == [
@@ -91,9 +91,9 @@ def test_a_family_gives_a_verdict_for_each_check_and_shrinks_what_fails(monkeypa
 
 
 def test_the_campaign_searches_every_family(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsv32_fuzz.campaign.INPUT_CHECKS", (AnyNumbers,))
+    monkeypatch.setattr("dsv32_fuzz.signoff_run.INPUT_CHECKS", (AnyNumbers,))
     recordings, searches = ("recorded_plans", "reference_self_check"), ("proof", "workload_runs", "search")
     for phase in (*recordings, *searches, "decode_drift", "skip_rates"):
-        monkeypatch.setattr(f"dsv32_fuzz.campaign.{phase}", lambda *_: iter(()))
+        monkeypatch.setattr(f"dsv32_fuzz.signoff_run.{phase}", lambda *_: iter(()))
     events = list(campaign(InTreeTarget(PRESETS["pr47766"]), PROFILES["ci"], run_seed=0))
     assert [event.phase for event in events if isinstance(event, PhaseStarted)] == ["check:toys"]

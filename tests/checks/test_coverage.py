@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from dsv32_fast.metadata import metadata_key
 from dsv32_fast.options import PRESETS
-from dsv32_fuzz.batch_mixes import MIXES, TOPK, batch, batch_mix_steps, same_key_neighbour
 from dsv32_fuzz.case import Case
-from dsv32_fuzz.coverage import EVENTS, Coverage, cell_of, events_of, merge_coverage, possible_cells
 from dsv32_fuzz.oracle import planner_lens
+from dsv32_fuzz.search.coverage import EVENTS, Coverage, cell_of, events_of, merge_coverage, possible_cells
 from dsv32_fuzz.serving.traffic import serving_steps
 from dsv32_fuzz.strategies import Steps, dims_for
+from dsv32_fuzz.strategies.batch_mixes import MIXES, TOPK, batch, batch_mix_steps, same_key_neighbour
 
 OPTIONS = PRESETS["pr47766"]
 

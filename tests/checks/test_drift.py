@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from dsv32_fast.options import PRESETS
-from dsv32_fuzz.drift import FORCED, FREE, TRAFFIC, decode_drift, judge_forced, judge_free
 from dsv32_fuzz.events import Event, TableMade, VerdictReached
 from dsv32_fuzz.faults import FAULTS
-from dsv32_fuzz.long_decode import schedule
-from dsv32_fuzz.stage_bounds import Recording
-from dsv32_fuzz.stage_recorder import MIXED, weights
+from dsv32_fuzz.stages.bounds import Recording
+from dsv32_fuzz.stages.drift import FORCED, FREE, TRAFFIC, decode_drift, judge_forced, judge_free
+from dsv32_fuzz.stages.long_decode import schedule
+from dsv32_fuzz.stages.recorder import MIXED, weights
 from dsv32_fuzz.targets import Target
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_fuzz.verdict import Status, Verdict

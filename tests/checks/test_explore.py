@@ -12,12 +12,12 @@ from dsv32_fast.metadata import MetadataBuilder, SparseMlaMetadata
 from dsv32_fast.options import PRESETS
 from dsv32_fuzz.case import Case
 from dsv32_fuzz.events import CounterexampleFound, VerdictReached
-from dsv32_fuzz.explore import explore
-from dsv32_fuzz.properties import StepTraffic
-from dsv32_fuzz.shrink import reduce_steps
+from dsv32_fuzz.search.explore import explore
+from dsv32_fuzz.search.properties import StepTraffic
+from dsv32_fuzz.search.shrink import reduce_steps
 from dsv32_fuzz.strategies import MAX_MODEL_LEN, SCOPES, Steps, dims_for, mixed_steps, mtp_decode_steps
+from dsv32_fuzz.strategies.traffic import TRAFFIC
 from dsv32_fuzz.targets.intree import InTreeTarget
-from dsv32_fuzz.traffic import TRAFFIC
 from dsv32_fuzz.verdict import Status, Verdict
 
 

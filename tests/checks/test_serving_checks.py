@@ -16,7 +16,6 @@ from dsv32_fast.batch import StepBatch
 from dsv32_fast.kernels.mounted import EMULATION
 from dsv32_fast.metadata import MetadataBuilder, SparseMlaMetadata
 from dsv32_fast.options import PRESETS
-from dsv32_fuzz.batch_mixes import batch
 from dsv32_fuzz.checks.builder_contract import BuildBudget, Growing, InterfaceContract
 from dsv32_fuzz.checks.serving import (
     CHECKS,
@@ -29,6 +28,7 @@ from dsv32_fuzz.checks.serving import (
     PermutationInvariance,
     Permuted,
 )
+from dsv32_fuzz.strategies.batch_mixes import batch
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_fuzz.verdict import Status
 

@@ -11,8 +11,8 @@ from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsv32_fuzz.batch_mixes import EDGES, edge_lens, verifying
 from dsv32_fuzz.strategies import Steps
+from dsv32_fuzz.strategies.batch_mixes import EDGES, edge_lens, verifying
 from dsv32_fuzz.strategies.router import BIASES, SHAPES, RouterRows, RowKind, router_rows
 from dsv32_fuzz.strategies.scores import ScoreBatch, ScoreKind, ScoreRow, score_batches
 

@@ -16,11 +16,11 @@ from dsv32_fast import attention
 from dsv32_fast.kernels.emulated import api
 from dsv32_fast.metadata import SparseMlaMetadata
 from dsv32_fast.options import PRESETS
-from dsv32_fuzz import explore
 from dsv32_fuzz.case import InputCase, decode_case
 from dsv32_fuzz.checks.topk import TopkContract, TopkOrder, TopkSentinel
 from dsv32_fuzz.events import CounterexampleFound
-from dsv32_fuzz.properties import OwnInput
+from dsv32_fuzz.search import explore
+from dsv32_fuzz.search.properties import OwnInput
 from dsv32_fuzz.strategies.scores import ScoreBatch, ScoreRow
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_fuzz.verdict import Status

@@ -18,7 +18,7 @@ from dsv32_fast.path import PathConfig
 if TYPE_CHECKING:
     from fast_worlds import Event, Recorded, Values
 
-    from dsv32_fuzz.stage_bounds import Recording
+    from dsv32_fuzz.stages.bounds import Recording
 
 STEPS, STEPS_AT_TRUE_WIDTHS = 50, 20
 """Of the schedule; at the shapes of real kernels a row costs a hundred times as much."""

@@ -21,8 +21,8 @@ from dsv32_fast.metadata import BuildCounts
 from dsv32_fast.options import Options
 from dsv32_fast.path import DecodePath, PathConfig, StepOutput
 from dsv32_fast.state import CacheState
-from dsv32_fuzz.long_decode import Event, decisions, follow
-from dsv32_fuzz.stage_bounds import Recording, Values
+from dsv32_fuzz.stages.bounds import Recording, Values
+from dsv32_fuzz.stages.long_decode import Event, decisions, follow
 from dsv32_ref import decode as reference
 from dsv32_ref.config import Config, Precision
 from dsv32_ref.state import Model, State

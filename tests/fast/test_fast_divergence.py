@@ -10,8 +10,8 @@ from fast_worlds import KERNELS, SMALL, Event, Values, path, record
 
 from dsv32_fast.kernels.selection import Admits
 from dsv32_fast.options import PRESETS, Options
-from dsv32_fuzz.divergence import divergence, first_flip
-from dsv32_fuzz.stage_bounds import Recording
+from dsv32_fuzz.stages.bounds import Recording
+from dsv32_fuzz.stages.divergence import divergence, first_flip
 
 MOE_LAYER = 1
 pytestmark = pytest.mark.admits(Admits(topk=16))

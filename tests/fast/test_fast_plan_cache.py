@@ -8,7 +8,7 @@ from fast_worlds import SMALL, Event, path, record, run_reference, stale_rows
 
 from dsv32_fast.kernels.protocol import Kernels
 from dsv32_fast.options import Options
-from dsv32_fuzz.stage_bounds import attended
+from dsv32_fuzz.stages.bounds import attended
 
 TOPK = SMALL.index_topk
 

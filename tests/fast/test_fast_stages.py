@@ -25,7 +25,7 @@ from fast_worlds import (
 from dsv32_fast.kernels.protocol import Kernels
 from dsv32_fast.kernels.selection import Admits
 from dsv32_fast.options import PRESETS, Options
-from dsv32_fuzz.stage_bounds import Recording, expert_choices, values
+from dsv32_fuzz.stages.bounds import Recording, expert_choices, values
 from dsv32_ref.bounds import certify_topk, judge
 from dsv32_ref.config import GOLDEN
 from dsv32_ref.indexer import select_topk

@@ -20,7 +20,7 @@ from dsv32_fuzz.faults.journal import NAME
 from dsv32_fuzz.faults.matrix import Effort, assemble, ordered, run_control, run_fault, run_matrix, run_rows
 from dsv32_fuzz.faults.picture import heat_map
 from dsv32_fuzz.faults.results import ControlRow, FaultRow, Gate, Kill, KillMatrix
-from dsv32_fuzz.properties import OwnInput, Property, properties, property_of
+from dsv32_fuzz.search.properties import OwnInput, Property, properties, property_of
 from dsv32_fuzz.targets import Target
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_fuzz.verdict import Status, Verdict

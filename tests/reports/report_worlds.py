@@ -12,7 +12,6 @@ from dsv32_fast.batch import StepBatch
 from dsv32_fast.options import PRESETS
 from dsv32_fuzz.case import Case, save_case
 from dsv32_fuzz.checks.catalogue import INPUT_CHECKS, STEP_CHECKS
-from dsv32_fuzz.coverage import Coverage
 from dsv32_fuzz.events import (
     CounterexampleFound,
     Event,
@@ -26,6 +25,7 @@ from dsv32_fuzz.events import (
     VerdictReached,
 )
 from dsv32_fuzz.latency.evidence import Compared, Evidence, judged
+from dsv32_fuzz.search.coverage import Coverage
 from dsv32_fuzz.verdict import Status, Verdict
 from dsv32_reports.bundle import JOURNAL, write_bundle
 from dsv32_reports.fold import fold

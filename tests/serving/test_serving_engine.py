@@ -16,9 +16,9 @@ from dsv32_fuzz.case import decode_case
 from dsv32_fuzz.checks import Watch, run_case
 from dsv32_fuzz.checks.catalogue import STEP_CHECKS
 from dsv32_fuzz.events import CounterexampleFound, InputSpaceCovered, VerdictReached
-from dsv32_fuzz.explore import explore
-from dsv32_fuzz.properties import StepTraffic, properties
-from dsv32_fuzz.replay import replay_case
+from dsv32_fuzz.search.explore import explore
+from dsv32_fuzz.search.properties import StepTraffic, properties
+from dsv32_fuzz.search.replay import replay_case
 from dsv32_fuzz.serving.engine import ACTION_KINDS, Action, ActionKind, Engine, EngineConfig
 from dsv32_fuzz.serving.machine import ServingFailure, falsify, machine_for
 from dsv32_fuzz.serving.traffic import any_action, configs, run, serving_steps
@@ -143,7 +143,7 @@ class NeverClears(MetadataBuilder):
 @pytest.fixture(autouse=True)
 def little_shrinking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough of it for the faults of this file."""
-    monkeypatch.setattr("dsv32_fuzz.explore.SHRINK_SECONDS", 2.0)
+    monkeypatch.setattr("dsv32_fuzz.search.explore.SHRINK_SECONDS", 2.0)
     monkeypatch.setattr("dsv32_fuzz.serving.machine.SHRINK_SECONDS", 0.5)
 
 

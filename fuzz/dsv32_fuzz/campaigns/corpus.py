@@ -21,7 +21,7 @@ from dsv32_fuzz.campaigns.journal import document_of
 from dsv32_fuzz.campaigns.shards import CorpusCase
 from dsv32_fuzz.case import AnyCase, InputCase, load_case, save_case, write_atomically
 from dsv32_fuzz.checks.catalogue import INPUT_CHECKS_BY_NAME
-from dsv32_fuzz.properties import property_of
+from dsv32_fuzz.search.properties import property_of
 from dsv32_fuzz.targets import Target
 
 HISTORY = "history.json"

@@ -12,8 +12,8 @@ from dsv32_fuzz.campaigns.causes import case_digest
 from dsv32_fuzz.campaigns.journal import Journal
 from dsv32_fuzz.case import AnyCase, Case
 from dsv32_fuzz.checks import told
-from dsv32_fuzz.coverage import Coverage
-from dsv32_fuzz.properties import Property, properties
+from dsv32_fuzz.search.coverage import Coverage
+from dsv32_fuzz.search.properties import Property, properties
 from dsv32_fuzz.targets import Target
 from dsv32_fuzz.verdict import Status, Verdict
 

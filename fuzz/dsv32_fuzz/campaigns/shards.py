@@ -49,8 +49,8 @@ from dsv32_fuzz.campaigns.shared_examples import open_examples
 from dsv32_fuzz.case import AnyCase, decode_case, write_atomically
 from dsv32_fuzz.checks import told
 from dsv32_fuzz.events import CounterexampleFound, Event
-from dsv32_fuzz.explore import SHRINK_SECONDS, Search
-from dsv32_fuzz.replay import replay_on
+from dsv32_fuzz.search.explore import SHRINK_SECONDS, Search
+from dsv32_fuzz.search.replay import replay_on
 from dsv32_fuzz.targets import Target, registry
 from dsv32_fuzz.targets.intree import InTreeTarget
 

@@ -17,7 +17,7 @@ from dsv32_fast.kernels.protocol import Kernels
 from dsv32_fast.options import Options
 from dsv32_fuzz.checks.own_input import InputCheck
 from dsv32_fuzz.probes.decode_step import kernels_of, options_of
-from dsv32_fuzz.stage_recorder import MIXED, config_for, filled_state, path_of
+from dsv32_fuzz.stages.recorder import MIXED, config_for, filled_state, path_of
 from dsv32_fuzz.targets import Target
 from dsv32_fuzz.verdict import Verdict
 from dsv32_ref.config import Config

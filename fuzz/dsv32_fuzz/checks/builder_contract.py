@@ -24,7 +24,6 @@ from dsv32_fast.batch import StepBatch
 from dsv32_fast.kernels.protocol import PlannerKernels
 from dsv32_fast.metadata import BuilderConfig
 from dsv32_fast.options import Options
-from dsv32_fuzz.batch_mixes import batch, edge_lens
 from dsv32_fuzz.case import Dims
 from dsv32_fuzz.checks import TARGET_ERRORS, TARGET_POISON
 from dsv32_fuzz.checks.own_input import InputCheck
@@ -33,6 +32,7 @@ from dsv32_fuzz.latency.accounting import HostData, LaunchCounter
 from dsv32_fuzz.latency.seam import HollowKernels, Seam
 from dsv32_fuzz.latency.shapes import ShapeMemo
 from dsv32_fuzz.strategies import World, dims_for, integers, sampled_from, worlds
+from dsv32_fuzz.strategies.batch_mixes import batch, edge_lens
 from dsv32_fuzz.targets import StepRecord, Target
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_fuzz.verdict import Verdict

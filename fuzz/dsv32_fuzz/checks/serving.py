@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 from dsv32_fast.batch import StepBatch
 from dsv32_fast.plan import consumer_view
-from dsv32_fuzz.batch_mixes import TOPK, batch, batch_mix_steps, edge_lens, same_key_neighbour
 from dsv32_fuzz.case import Dims
 from dsv32_fuzz.checks import TARGET_POISON, TWIN_POISON
 from dsv32_fuzz.checks.own_input import InputCheck
 from dsv32_fuzz.oracle import planner_lens
 from dsv32_fuzz.plan_checker import ZERO_LENGTH, check_plan
 from dsv32_fuzz.strategies import MAX_MODEL_LEN, dims_for, sampled_from
+from dsv32_fuzz.strategies.batch_mixes import TOPK, batch, batch_mix_steps, edge_lens, same_key_neighbour
 from dsv32_fuzz.targets import Session, StepRecord, Target
 from dsv32_fuzz.verdict import Verdict
 

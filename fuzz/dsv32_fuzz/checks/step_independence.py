@@ -29,8 +29,8 @@ from dsv32_fast.state import CacheState
 from dsv32_fuzz.checks.findings import Findings, same_bits
 from dsv32_fuzz.checks.own_input import InputCheck
 from dsv32_fuzz.checks.step_numerics import illegal_choice
-from dsv32_fuzz.stage_bounds import Values, attended, values
-from dsv32_fuzz.stage_recorder import MIXED, Recorder, config_for, path_of, record_step, recording
+from dsv32_fuzz.stages.bounds import Values, attended, values
+from dsv32_fuzz.stages.recorder import MIXED, Recorder, config_for, path_of, record_step, recording
 from dsv32_fuzz.strategies import integers, sampled_from
 from dsv32_fuzz.targets import Target
 from dsv32_fuzz.verdict import Verdict

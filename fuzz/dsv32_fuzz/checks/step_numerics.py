@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsv32_fuzz.checks.own_input import InputCheck
-from dsv32_fuzz.stage_bounds import Recording, Values, expert_choices, values
-from dsv32_fuzz.stage_recorder import DENSE, MIXED, Recorder, config_for, filled_state, path_of, record_step, recording
+from dsv32_fuzz.stages.bounds import Recording, Values, expert_choices, values
+from dsv32_fuzz.stages.recorder import DENSE, MIXED, Recorder, config_for, filled_state, path_of, record_step, recording
 from dsv32_fuzz.targets import Target
 from dsv32_fuzz.verdict import Verdict
 from dsv32_ref.bounds import certify_topk, judge

@@ -19,7 +19,7 @@ from dsv32_fuzz.verdict import Status, Verdict
 _BUDGET = "dsv32_ref.bounds.budget"
 _MARGINS = "dsv32_ref.bounds.margins"
 _CHECKS = "dsv32_fuzz.checks"
-_PROPERTIES = "dsv32_fuzz.properties"
+_PROPERTIES = "dsv32_fuzz.search.properties"
 
 
 def _nan_is_zero(call: Call, used: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The kill matrix: which check kills which fault, after how many examples and seconds, and with which case.
 
 A fault is killed by a check that fails on the faulty target and does not fail, on the same case, on the faultless one.
-Every property of `dsv32_fuzz.properties` is searched from an empty corpus, those of the area's families first, in
-passes that deepen. Harness faults are killed by the probes of `selftest`.
+Every property of `search.properties` is searched from an empty corpus, those of the area's families first, in passes
+that deepen. Harness faults are killed by the probes of `selftest`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from dsv32_fast.options import PRESETS
 from dsv32_fuzz.case import AnyCase
 from dsv32_fuzz.events import CounterexampleFound
-from dsv32_fuzz.explore import counterexample, explore
 from dsv32_fuzz.faults import AREAS, FAULTS, Fault
 from dsv32_fuzz.faults.results import CheckInfo, ControlRow, FaultRow, Gate, Kill, KillMatrix
 from dsv32_fuzz.faults.selftest import PROBES, complaints
-from dsv32_fuzz.properties import OwnInput, Property, properties, property_of
+from dsv32_fuzz.search.explore import counterexample, explore
+from dsv32_fuzz.search.properties import OwnInput, Property, properties, property_of
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_fuzz.verdict import Status, Verdict
 

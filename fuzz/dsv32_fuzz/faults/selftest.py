@@ -21,9 +21,9 @@ from dsv32_fuzz.case import Case, Dims, InputCase
 from dsv32_fuzz.checks.catalogue import STEP_CHECKS
 from dsv32_fuzz.checks.own_input import InputCheck
 from dsv32_fuzz.events import CounterexampleFound
-from dsv32_fuzz.explore import explore
 from dsv32_fuzz.faults import buffers, key, planner
-from dsv32_fuzz.properties import OwnInput, StepTraffic
+from dsv32_fuzz.search.explore import explore
+from dsv32_fuzz.search.properties import OwnInput, StepTraffic
 from dsv32_fuzz.targets import Target
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_fuzz.verdict import Status, Verdict

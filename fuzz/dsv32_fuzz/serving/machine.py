@@ -23,8 +23,8 @@ from dsv32_fuzz.case import Case, Dims
 from dsv32_fuzz.checks import Watch
 from dsv32_fuzz.checks.catalogue import STEP_CHECKS
 from dsv32_fuzz.events import CounterexampleFound
-from dsv32_fuzz.explore import counterexample
-from dsv32_fuzz.properties import StepTraffic
+from dsv32_fuzz.search.explore import counterexample
+from dsv32_fuzz.search.properties import StepTraffic
 from dsv32_fuzz.serving.engine import Action, ActionKind, Engine, EngineConfig
 from dsv32_fuzz.serving.traffic import actions, configs
 from dsv32_fuzz.strategies import World, worlds

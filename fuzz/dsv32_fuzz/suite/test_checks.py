@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from dsv32_fast.options import resolve
-from dsv32_fuzz.campaign import PROFILES, Profile, families, proof, search, search_family, workload_runs
 from dsv32_fuzz.case import save_case
 from dsv32_fuzz.events import CounterexampleFound, Event, VerdictReached
 from dsv32_fuzz.golden.verdicts import recorded_plans
+from dsv32_fuzz.signoff_run import PROFILES, Profile, families, proof, search, search_family, workload_runs
+from dsv32_fuzz.strategies.traffic import TRAFFIC
 from dsv32_fuzz.targets.intree import InTreeTarget
-from dsv32_fuzz.traffic import TRAFFIC
 from dsv32_fuzz.verdict import Status, Verdict
 
 

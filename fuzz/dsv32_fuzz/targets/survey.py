@@ -15,12 +15,12 @@ from dsv32_fuzz.case import AnyCase
 from dsv32_fuzz.checks import merge, run_case
 from dsv32_fuzz.checks.catalogue import STEP_CHECKS
 from dsv32_fuzz.events import CounterexampleFound, VerdictReached
-from dsv32_fuzz.explore import counterexample, explore
-from dsv32_fuzz.properties import StepTraffic
+from dsv32_fuzz.search.explore import counterexample, explore
+from dsv32_fuzz.search.properties import StepTraffic
 from dsv32_fuzz.strategies import WORLDS
+from dsv32_fuzz.strategies.traffic import TRAFFIC
 from dsv32_fuzz.targets import Session, Target
 from dsv32_fuzz.targets.corpus import cases
-from dsv32_fuzz.traffic import TRAFFIC
 from dsv32_fuzz.verdict import Status, Verdict
 
 CORPUS_WORLDS = (WORLDS[0], WORLDS[3], WORLDS[4])  # the PR's own; many heads with an fp8 cache; heads that are padded

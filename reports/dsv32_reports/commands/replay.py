@@ -11,7 +11,7 @@ import typer
 from dsv32_fast.options import PRESETS, resolve
 from dsv32_fuzz.campaigns.corpus import case_files
 from dsv32_fuzz.case import load_case
-from dsv32_fuzz.replay import replay_case
+from dsv32_fuzz.search.replay import replay_case
 from dsv32_fuzz.targets.registry import open_target
 from dsv32_fuzz.verdict import Status, Verdict, worst
 from dsv32_reports.commands.common import EXIT_OF_STATUS, Assignments, Json, TargetName, TargetPython, VllmPath, command

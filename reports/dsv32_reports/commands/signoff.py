@@ -14,9 +14,9 @@ import typer
 from rich.console import Console
 
 from dsv32_fast.options import PRESETS
-from dsv32_fuzz.campaign import PROFILES, campaign
 from dsv32_fuzz.events import Event, PhaseFinished, RunStarted
-from dsv32_fuzz.known_cases import KnownCases
+from dsv32_fuzz.search.known_cases import KnownCases
+from dsv32_fuzz.signoff_run import PROFILES, campaign
 from dsv32_fuzz.targets import Target
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_fuzz.targets.registry import open_target

@@ -16,7 +16,7 @@ from dsv32_fuzz.campaigns.corpus import Corpus
 from dsv32_fuzz.campaigns.ledger import Judged, Ledger, cause_key, judge_ledger, quarantine, read_ledger, witnesses
 from dsv32_fuzz.case import AnyCase, load_case
 from dsv32_fuzz.events import CounterexampleFound, Event, PhaseStarted, Progress, VerdictReached
-from dsv32_fuzz.replay import replay_on
+from dsv32_fuzz.search.replay import replay_on
 from dsv32_fuzz.targets import Target
 from dsv32_fuzz.verdict import Status, Verdict
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dsv32_fast.options import Options, describe
 from dsv32_fuzz.case import AnyCase, Case
 from dsv32_fuzz.checks.catalogue import STEP_CHECKS_BY_NAME
-from dsv32_fuzz.properties import Property, property_of
+from dsv32_fuzz.search.properties import Property, property_of
 from dsv32_fuzz.targets import Target
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_fuzz.verdict import Status, Verdict

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dsv32_fast.compiled import njit
-from dsv32_fuzz._plan_kinds import (
+from dsv32_fuzz.plan_checker._kinds import (
     BATCH,
     FINAL_MAP,
     KV_END,

@@ -17,10 +17,10 @@ from dsv32_fuzz.case import AnyCase, Case, InputCase
 from dsv32_fuzz.checks import TARGET_ERRORS, run_case, told
 from dsv32_fuzz.checks.catalogue import INPUT_CHECKS, INPUT_CHECKS_BY_NAME, STEP_CHECKS
 from dsv32_fuzz.checks.own_input import InputCheck
-from dsv32_fuzz.shrink import reduce_steps
+from dsv32_fuzz.search.shrink import reduce_steps
 from dsv32_fuzz.strategies import Steps, World, dims_for, worlds
+from dsv32_fuzz.strategies.traffic import TRAFFIC
 from dsv32_fuzz.targets import Target
-from dsv32_fuzz.traffic import TRAFFIC
 from dsv32_fuzz.verdict import Status, Verdict
 
 

@@ -18,12 +18,12 @@ from dataclasses import replace
 from typing import Any
 
 from dsv32_fuzz.checks import TARGET_ERRORS, add_histograms, told
-from dsv32_fuzz.divergence import experts_chosen, first_flip, keys_chosen
 from dsv32_fuzz.events import Event, PhaseStarted, Progress, TableMade, VerdictReached
-from dsv32_fuzz.long_decode import Event as Step
-from dsv32_fuzz.long_decode import logits_error, run_path, run_reference, schedule
-from dsv32_fuzz.stage_bounds import Recording, Values, values
-from dsv32_fuzz.stage_recorder import MIXED, config_for, path_of, recording
+from dsv32_fuzz.stages.bounds import Recording, Values, values
+from dsv32_fuzz.stages.divergence import experts_chosen, first_flip, keys_chosen
+from dsv32_fuzz.stages.long_decode import Event as Step
+from dsv32_fuzz.stages.long_decode import logits_error, run_path, run_reference, schedule
+from dsv32_fuzz.stages.recorder import MIXED, config_for, path_of, recording
 from dsv32_fuzz.targets import Target
 from dsv32_fuzz.verdict import Status, Verdict
 from dsv32_ref.bounds import Certificate, judge

@@ -1,4 +1,4 @@
-"""Steps of the optimised path with every stage recorded, ready to be judged by `stage_bounds`; stages may be forced.
+"""Steps of the optimised path with every stage recorded, ready to be judged by `stages.bounds`; stages may be forced.
 
 The worlds are small but for the router, whose kernel exists for 256 experts only. Caches are filled without a prefill,
 so that a step far into a sequence is as cheap as the first.
@@ -24,7 +24,7 @@ from dsv32_fast.router import Casts
 from dsv32_fast.scale import admit
 from dsv32_fast.state import CacheState, Tokens
 from dsv32_fuzz.probes.decode_step import builder_of, kernels_of, options_of
-from dsv32_fuzz.stage_bounds import Recording, Values
+from dsv32_fuzz.stages.bounds import Recording, Values
 from dsv32_fuzz.targets import Target
 from dsv32_ref.config import Config, Precision
 from dsv32_ref.weights import Weights, assemble, synthetic
@@ -174,7 +174,7 @@ def record_step(path: DecodePath, tap: Recorder, *, padded_rows: int = 0) -> Val
 
 
 def recording(path: DecodePath, steps: list[Values]) -> Recording:
-    """Recorded steps, ready for `stage_bounds.values`."""
+    """Recorded steps, ready for `stages.bounds.values`."""
     precision = Precision(bf16=path.path.activations == torch.bfloat16, scale_format="fp32")
     return Recording(
         config=path.config, weights=weights(path.config), options=path.options, steps=steps, precision=precision

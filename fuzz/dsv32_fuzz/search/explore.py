@@ -20,9 +20,9 @@ from hypothesis.database import ExampleDatabase
 from dsv32_fuzz.campaigns.causes import cause_of
 from dsv32_fuzz.case import AnyCase, Case
 from dsv32_fuzz.checks import merge
-from dsv32_fuzz.coverage import Coverage
 from dsv32_fuzz.events import CounterexampleFound, Event, InputSpaceCovered, Progress, VerdictReached
-from dsv32_fuzz.properties import Property
+from dsv32_fuzz.search.coverage import Coverage
+from dsv32_fuzz.search.properties import Property
 from dsv32_fuzz.verdict import Status, Verdict
 
 EXAMPLES_PER_ROUND = 100

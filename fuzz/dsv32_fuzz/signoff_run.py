@@ -23,7 +23,6 @@ from dsv32_fuzz.checks import merge, run_case
 from dsv32_fuzz.checks.catalogue import INPUT_CHECKS, STEP_CHECKS, STEP_CHECKS_BY_NAME
 from dsv32_fuzz.checks.exhaustive import WORLDS_ANY_Q, WORLDS_Q1, prove_key
 from dsv32_fuzz.checks.own_input import InputCheck
-from dsv32_fuzz.drift import decode_drift
 from dsv32_fuzz.events import (
     Event,
     PhaseFinished,
@@ -34,15 +33,16 @@ from dsv32_fuzz.events import (
     TableMade,
     VerdictReached,
 )
-from dsv32_fuzz.explore import counterexample, explore
 from dsv32_fuzz.faults.sensitivity import one_per_area, sensitivity, whole_catalogue
 from dsv32_fuzz.golden.verdicts import SHORT_RUNS, recorded_plans, reference_self_check
-from dsv32_fuzz.known_cases import KnownCases, known_cases
-from dsv32_fuzz.properties import OwnInput, StepTraffic
+from dsv32_fuzz.search.explore import counterexample, explore
+from dsv32_fuzz.search.known_cases import KnownCases, known_cases
+from dsv32_fuzz.search.properties import OwnInput, StepTraffic
+from dsv32_fuzz.stages.drift import decode_drift
 from dsv32_fuzz.strategies import WORLDS, World
+from dsv32_fuzz.strategies.traffic import TRAFFIC
 from dsv32_fuzz.targets import Target
 from dsv32_fuzz.targets.intree import InTreeTarget
-from dsv32_fuzz.traffic import TRAFFIC
 from dsv32_fuzz.verdict import Status, Verdict, worst
 from dsv32_fuzz.workload import PR42982_WORKLOAD, Workload, steps
 from dsv32_fuzz.workload.skip_rate import SkipCount, explain_misses, skip_rate, skip_table

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from dsv32_fast.plan import PlanBuffers
-from dsv32_fuzz._plan_kinds import KINDS, REDUCE_INDPTR, WORK_INDPTR
+from dsv32_fuzz.plan_checker._kinds import KINDS, REDUCE_INDPTR, WORK_INDPTR
 
 __all__ = ["KINDS", "ZERO_LENGTH", "PlanViolation", "check_plan"]
 
@@ -69,7 +69,7 @@ def check_plan(
     Raises:
         ValueError: kv_indptr, qo_indptr and kv_begins of different row counts, or decreasing; an empty indptr buffer.
     """
-    from dsv32_fuzz import _plan_walk as walk  # numba takes half a second to import
+    from dsv32_fuzz.plan_checker import _walk as walk  # numba takes half a second to import
 
     kv, qo, begins = _rows(kv_indptr, qo_indptr, kv_begins)
     indptr, info, reduce_indptr, final_map, partial_map = (b.cpu().numpy() for b in plan[1:])

@@ -13,8 +13,8 @@ import numpy as np
 
 from dsv32_fast.path import DecodePath
 from dsv32_fast.state import CacheState
-from dsv32_fuzz.stage_bounds import Values
-from dsv32_fuzz.stage_recorder import Recorder, record_step, weights
+from dsv32_fuzz.stages.bounds import Values
+from dsv32_fuzz.stages.recorder import Recorder, record_step, weights
 from dsv32_ref import decode as reference
 from dsv32_ref.config import Config
 from dsv32_ref.state import Model, State

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from hypothesis import strategies as st
 
-from dsv32_fuzz.batch_mixes import batch_mix_steps
 from dsv32_fuzz.serving.traffic import serving_steps
 from dsv32_fuzz.strategies import SCOPES, Steps
+from dsv32_fuzz.strategies.batch_mixes import batch_mix_steps
 
 TRAFFIC: dict[str, Callable[[], st.SearchStrategy[Steps]]] = {
     **SCOPES,

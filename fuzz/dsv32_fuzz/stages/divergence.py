@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dsv32_fuzz.stage_bounds import ARITH, Recording, Values, ideal_biased, index_pairs, index_scores
+from dsv32_fuzz.stages.bounds import ARITH, Recording, Values, ideal_biased, index_pairs, index_scores
 from dsv32_ref.bounds import certify_router, certify_topk, exact
 from dsv32_ref.bounds.margins import Certificate
 from dsv32_ref.bounds.router import best_two
