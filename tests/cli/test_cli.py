@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterable
 from html.parser import HTMLParser
 from pathlib import Path
 
 import jsonschema
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner, Result
 
+from dsv32_fuzz import signoff_run
 from dsv32_reports.cli import app
 from dsv32_reports.json_file import report_schema
 
 DSV32 = [sys.executable, "-c", "from dsv32_reports.cli import main; main()"]
+LEAST = {"workload_seconds": 0.5, "fuzz_seconds": 0.0, "check_seconds": 0.0, "shrink_seconds": 0.5, "drift_steps": 6}
+"""Profile `ci` with as many examples and next to no time: every check runs, and gets what it needs to be trusted."""
 
 
 def dsv32(*arguments: str, cwd: Path, code: int) -> Result:
@@ -37,9 +43,11 @@ def dsv32(*arguments: str, cwd: Path, code: int) -> Result:
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One short sign-off of the defective options and one of the repaired ones."""
     folder = tmp_path_factory.mktemp("bundles")
-    for name, code in (("pr42982", 1), ("pr47766", 0)):
-        done = dsv32("signoff", "--options", name, "--profile", "ci", "--out", name, cwd=folder, code=code)
-        (folder / f"{name}.txt").write_text(done.stdout)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(signoff_run.PROFILES, "ci", replace(signoff_run.PROFILES["ci"], **LEAST))
+        for name, code in (("pr42982", 1), ("pr47766", 0)):
+            done = dsv32("signoff", "--options", name, "--profile", "ci", "--out", name, cwd=folder, code=code)
+            (folder / f"{name}.txt").write_text(done.stdout)
     return folder
 
 
@@ -232,10 +240,26 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+SHORT = ("proof", "fuzz:mtp_decode", "workload", "drift")
+"""Phases of a sign-off that is interrupted: a counterexample comes early, and two phases follow it."""
+
+
+def only(phases: Iterable[str]) -> Callable[..., dict[str, object]]:
+    """The phases of a sign-off without all but those, in their order."""
+    genuine = signoff_run.phases
+    return lambda *given: {name: genuine(*given)[name] for name in phases}
+
+
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_keeps_what_was_found(tmp_path: Path, sent: signal.Signals) -> None:
+def test_an_interrupt_keeps_what_was_found(
+    tmp_path: Path, sent: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = (
+        "from dsv32_fuzz import signoff_run as run; from dsv32_reports.cli import main; genuine = run.phases;"
+        f"run.phases = lambda *given: {{name: genuine(*given)[name] for name in {SHORT}}}; main()"
+    )
     run = subprocess.Popen(
-        [*DSV32, "signoff", "--options", "pr42982", "--profile", "ci", "--out", "run"],
+        [sys.executable, "-c", program, "signoff", "--options", "pr42982", "--profile", "ci", "--out", "run"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -255,6 +279,7 @@ def test_an_interrupt_keeps_what_was_found(tmp_path: Path, sent: signal.Signals)
     assert document["findings"]
     assert "go on with dsv32 signoff --resume run" in errors
     if sent is signal.SIGINT:
+        monkeypatch.setattr(signoff_run, "phases", only(SHORT))
         dsv32("signoff", "--resume", "run", cwd=tmp_path, code=1)
         assert "interrupted" not in json.loads((tmp_path / "run" / "report.json").read_text())["reason"]
         dsv32("verify", "run", cwd=tmp_path, code=0)
@@ -263,7 +288,13 @@ def test_an_interrupt_keeps_what_was_found(tmp_path: Path, sent: signal.Signals)
 
 def test_golden_replays_a_folder_of_decodes(tmp_path: Path) -> None:
     decodes = Path(__file__).parents[2] / "fuzz" / "dsv32_fuzz" / "data" / "decodes"
-    text = dsv32("golden", str(decodes), cwd=tmp_path, code=0).stdout
+    manifest = json.loads((decodes / "manifest.json").read_text())
+    manifest["runs"] = {name: manifest["runs"][name] for name in ("fp32_seed0", "NEGATIVE_sep30rope_fp32_seed0")}
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "manifest.json").write_text(json.dumps(manifest))
+    for name in manifest["runs"]:
+        shutil.copy(decodes / f"{name}.npz", tmp_path / "some")
+    text = dsv32("golden", "some", cwd=tmp_path, code=0).stdout
     assert "NEGATIVE_sep30rope_fp32_seed0: differs first at step 0, layer 0 index_topk, request 0" in text
     assert "manifest.json" in dsv32("golden", str(tmp_path), cwd=tmp_path, code=2).stderr
 
