@@ -8,14 +8,13 @@ from typing import Annotated, Literal, cast
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table as RichTable
 
 from dsv32_fuzz.latency.cost import Costs, Prediction, claim_rows, costs_of, predict, sweep
 from dsv32_fuzz.traces.kineto import read_trace
 from dsv32_fuzz.workload import PR42982_WORKLOAD, Workload
 from dsv32_fuzz.workload.skip_rate import BUDGETS
-from dsv32_reports.commands.common import Json, Seed, command, numbers
+from dsv32_reports.commands.common import Json, Seed, command, numbers, show
 from dsv32_reports.skip_plot import USEFUL, skip_plot
 
 Policy = Annotated[str, typer.Option("--key", help="Metadata key: pr42982 or pr47766.")]
@@ -47,7 +46,7 @@ def bench_claims_command(
     table = RichTable("claim", "claimed", "found", "status")
     for claim in claims:
         table.add_row(claim.claim, claim.claimed, claim.found, claim.status)
-    Console().print(table)
+    show(table)
     return 0
 
 
@@ -122,7 +121,7 @@ def _show_predictions(rows: list[Prediction], *columns: tuple[str, Callable[[Pre
             f"{p.bytes_full / p.steps / 1e6:.3g} to {p.bytes_tail / p.steps / 1e6:.3g}",
             f"{low:.3f} to {high:.3f}",
         )
-    Console().print(table)
+    show(table)
 
 
 def _costs(plan: str | None, cast_: str | None, clear: str | None, trace: Path | None) -> Costs:
