@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Callable
 
@@ -12,6 +11,7 @@ from dsv32_fuzz.campaigns.recorded import EVENT
 from dsv32_fuzz.campaigns.result import CampaignResult, CheckLine, Failure
 from dsv32_fuzz.events import CounterexampleFound, Event, Progress
 from dsv32_fuzz.verdict import Status
+from dsv32_reports.wording import replay_command
 
 LINE_SECONDS = 60.0
 """Off a terminal, progress is a line a minute."""
@@ -54,7 +54,7 @@ def result_lines(result: CampaignResult, *, quiet: bool = False) -> list[str]:
     shards = f"{len(result.shards)} shard{'s' if len(result.shards) != 1 else ''}"
     lines = [
         f"{result.status.value}  {result.target} {options}, evidence level: {result.evidence}",
-        f"{result.cases} cases in {clock(result.shard_seconds)} on {shards}, profile {result.profile}, "
+        f"{result.cases} cases in {clock(result.shard_seconds)} of search on {shards}, profile {result.profile}, "
         f"seed {result.seed}, {result.crashes} crashes or hangs",
     ]
     if result.lost_shards:
@@ -62,7 +62,7 @@ def result_lines(result: CampaignResult, *, quiet: bool = False) -> list[str]:
         lines.append(f"shards that did not run to their end: {lost}; run the same command again to go on")
     lines += [f"ledger: {problem}" for problem in result.problems]
     for failure in result.failures:
-        lines += _failure_lines(failure)
+        lines += _failure_lines(failure, result.target)
     lines += [f"fixed   {file}" for file in result.fixed]
     if quiet:
         return lines
@@ -77,7 +77,7 @@ def result_lines(result: CampaignResult, *, quiet: bool = False) -> list[str]:
     return [*lines, "", *(_check_line(line) for line in result.lines)]
 
 
-def _failure_lines(failure: Failure) -> list[str]:
+def _failure_lines(failure: Failure, target: str) -> list[str]:
     since = f", since {failure.since}" if failure.standing != "new" else ""
     where = failure.check if failure.check == failure.scope else f"{failure.check} in {failure.scope}"
     shrunk = "" if failure.shrunk else " (not shrunk: the run ended first)"
@@ -87,7 +87,7 @@ def _failure_lines(failure: Failure) -> list[str]:
     if failure.reference:
         lines.append(f"        {failure.reference}")
     if failure.file:
-        lines.append(f"        dsv32 replay {shlex.quote(failure.file)}")
+        lines.append(f"        {replay_command(failure.file, target)}")
     return lines
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +31,7 @@ from dsv32_reports.given import verdicts as given_verdicts
 from dsv32_reports.model import Covered, Finding, Given, Previous, Report, Sequences
 from dsv32_reports.policy import policy_of
 from dsv32_reports.statistics import failure_rate_upper_bound
+from dsv32_reports.wording import replay_command
 
 
 @dataclass
@@ -163,7 +163,7 @@ def finding(found: CounterexampleFound, name: str, folder: str) -> Finding:
         also_fails=[v.check for v in found.verdicts if v.status is Status.FAILED and v.check != case.check],
         shown=shown_case(case)[:8],
         file=f"cases/{name}",
-        command=f"dsv32 replay {shlex.quote(str(path))}",
+        command=replay_command(str(path), case.target),
     )
 
 

@@ -68,7 +68,8 @@ def started(
     known: KnownCases | None = None,
 ) -> RunStarted:
     """The first event: what the run is made of, and on what."""
-    options_text = describe(target.options) if target.options else target.name
+    release = versions_of(target).get(f"target {target.name}", "")
+    options_text = describe(target.options) if target.options else f"{target.name} {release}".strip()
     now = datetime.datetime.now(datetime.timezone.utc)
     return RunStarted(
         id=new_id(options_text),

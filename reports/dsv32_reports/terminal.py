@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 from rich.console import Console
@@ -109,15 +110,16 @@ def _say(console: Console, text: str) -> None:
 
 
 def _print_gate(gate: Gate, console: Console) -> None:
-    """A passed gate in one line, with what it was proved or compared on; any other gate with all its lines."""
+    """A passed gate without the lines that say the same of several scopes; any other gate with all its lines."""
     steps = sum(int(line.measured.get("steps", 0)) for line in gate.lines)
     over = f" ({steps} steps in {len(gate.lines)} scopes)" if steps and gate.status is Status.PASSED else ""
     if not gate.judged:
         _say(console, f"NOT JUDGED  {gate.title}: {gate.lines[0].summary if gate.lines else gate.meaning}")
         return
     _status_line(console, gate.status, f"{gate.title}: {gate.meaning}{over}")
+    told = Counter(line.summary for line in gate.lines)
     for line in gate.lines:
-        if gate.status is not Status.PASSED or line.summary != gate.lines[-1].summary:
+        if gate.status is not Status.PASSED or told[line.summary] == 1:
             _status_line(console, line.status, f"{line.scope}: {line.summary}", indent="    ")
 
 
@@ -135,7 +137,9 @@ def _print_finding(finding: Finding, console: Console) -> None:
 def _skip_table(report: Report) -> Table:
     rows = report.tables["skip_rate"]
     title = f"Plan rebuilds skipped, {rows[0]['input_len']} in / 500 out / 64, {rows[0]['arrivals']} (claimed: 94 %)"
-    table = Table(title=title, title_justify="left")
+    caption = "served: requests; spread: of their lengths; budget: tokens a step; right, wrong: skips that keep a plan"
+    table = Table(title=title, title_justify="left", caption=f"{caption} for the step's rows, or for others")
+    table.caption_justify = "left"
     for name in ("served", "spread", "budget", "steps", "skipped", "in decode", "right", "wrong"):
         table.add_column(name, justify="right")
     for row in rows:

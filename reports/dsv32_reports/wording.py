@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
 
+from dsv32_fuzz.targets.registry import IN_TREE
 from dsv32_fuzz.verdict import Status
 from dsv32_reports.gates import SCOPE_TITLES
 from dsv32_reports.model import Finding, Outcome, Report
@@ -37,6 +39,12 @@ def scope_text(policy: Policy) -> str:
     """The traffic that a policy asks to be safe."""
     drafts = f"up to {policy.scope.mtp_depth} drafts a step" if policy.scope.mtp_depth else "no drafts"
     return f"{drafts}, {'with' if policy.scope.chunked_prefill else 'without'} chunked prefill"
+
+
+def replay_command(file: str, target: str) -> str:
+    """The command that shows a counterexample again; another target than the in-tree path is named."""
+    on = "" if target == IN_TREE else f" --target {shlex.quote(target)}"
+    return f"dsv32 replay {shlex.quote(file)}{on}"
 
 
 def number(value: float | int | str | None) -> str:

@@ -21,6 +21,7 @@ from typer.testing import CliRunner, Result
 from dsv32_fuzz import signoff_run
 from dsv32_reports.cli import app
 from dsv32_reports.json_file import report_schema
+from dsv32_reports.wording import replay_command
 
 DSV32 = [sys.executable, "-c", "from dsv32_reports.cli import main; main()"]
 LEAST = {"workload_seconds": 0.5, "fuzz_seconds": 0.0, "check_seconds": 0.0, "shrink_seconds": 0.5, "drift_steps": 6}
@@ -62,6 +63,11 @@ def test_output_opens_with_verdict_evidence_and_path(bundles: Path) -> None:
         opening = lines[: lines.index("")]
         assert "evidence level: emulated (CPU, no MI355X)" in opening
         assert f"report: {name}/report.html" in opening
+
+
+@pytest.mark.parametrize(("target", "command"), [("in-tree", "replay 'a b'"), ("vllm", "replay 'a b' --target vllm")])
+def test_the_command_that_shows_a_case_again_names_another_target(target: str, command: str) -> None:
+    assert replay_command("a b", target) == f"dsv32 {command}"
 
 
 def test_pr42982_is_refuted_in_mtp_and_chunked_prefill_and_exact_for_decode(bundles: Path) -> None:

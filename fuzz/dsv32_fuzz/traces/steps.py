@@ -120,7 +120,8 @@ def _marked(trace: Trace, marker: str | None) -> tuple[str, Ints]:
         if len(found) >= 2:
             return expression, found[np.argsort(trace.ts[found], kind="stable")]
     tried = marker or ", ".join(MARKERS)
-    raise TraceError(f"{trace.path}: fewer than two steps are marked by {tried}; name the annotation by --step-marker")
+    remedy = "give torch.profiler a schedule, or name the annotation by --step-marker"
+    raise TraceError(f"{trace.path}: fewer than two steps are marked by {tried}; {remedy}")
 
 
 def matching(trace: Trace, expression: str, *, start: bool = False) -> npt.NDArray[np.bool_]:

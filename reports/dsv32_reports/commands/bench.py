@@ -7,12 +7,11 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from dsv32_fuzz.bench.plan import bench_plan
 from dsv32_fuzz.bench.ref import bench_ref
-from dsv32_reports.commands.common import Json, command
+from dsv32_reports.commands.common import Json, command, show
 
 MAX_BENCH_ROWS = 65536
 
@@ -41,7 +40,7 @@ def bench_ref_command(
         milliseconds = (f"{1000 * timing.reference_s:.1f}", f"{1000 * timing.transformers_s:.1f}")
         cells = (timing.name, str(timing.batch), str(timing.cached_tokens), f"{timing.tokens_per_s:.0f}")
         table.add_row(*cells, *milliseconds, f"{timing.speedup:.1f}", over)
-    Console().print(table)
+    show(table)
     return 0
 
 
@@ -68,5 +67,5 @@ def bench_plan_command(
     for rate in rates:
         spread = (rate.planner.median, rate.planner.lowest, rate.planner.highest, rate.lists.median, rate.speedup)
         table.add_row(str(rate.rows), *(f"{value:,.0f}" for value in spread))
-    Console().print(table)
+    show(table)
     return 0

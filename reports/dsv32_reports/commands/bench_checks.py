@@ -7,13 +7,12 @@ from typing import Annotated
 import msgspec
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from dsv32_fast.options import resolve
 from dsv32_fuzz.bench.checks import bench_checks
 from dsv32_fuzz.targets.intree import InTreeTarget
-from dsv32_reports.commands.common import Assignments, Json, OptionsName, command
+from dsv32_reports.commands.common import Assignments, Json, OptionsName, command, show
 
 
 @command
@@ -39,5 +38,5 @@ def bench_checks_command(
     table.add_row("lowest to highest", *(f"{rate.lowest:,.0f} to {rate.highest:,.0f}" for rate in rates))
     for name in rates[0].shares:
         table.add_row(f"share of {name}", *(f"{100 * rate.shares[name]:.0f} %" for rate in rates))
-    Console().print(table)
+    show(table)
     return 0

@@ -10,7 +10,6 @@ from typing import Annotated, Literal, cast
 import msgspec
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table as RichTable
 
 from dsv32_fast.doctor import examine
@@ -23,7 +22,7 @@ from dsv32_fuzz.latency.selftest import SelfTest, SelfTestSpec, Trial, keep_tria
 from dsv32_fuzz.latency.step import Setting
 from dsv32_fuzz.latency.timing import ClockName
 from dsv32_reports.bars import bar
-from dsv32_reports.commands.common import Assignments, Json, OptionsName, Seed, command, numbers
+from dsv32_reports.commands.common import Assignments, Json, OptionsName, Seed, command, numbers, show
 from dsv32_reports.interrupt import interrupts
 from dsv32_reports.model import EXIT_CODES, EXIT_INTERRUPTED, Outcome
 
@@ -211,7 +210,7 @@ def _show_counts(table: Table) -> None:
             mean([s.host_to_device for s in steps]),
             mean([s.synchronisations for s in steps]),
         )
-    Console().print(shown)
+    show(shown)
     print("Per step (mean), in-tree: this confirms arithmetic, not what an engine launches; dsv32 trace does that.")
 
 
@@ -220,7 +219,7 @@ def _show_timings(timings: list[Timings], plan: Plan) -> None:
     for one in timings:
         for timed in (one.null, *one.compared):
             table.add_row(str(one.setting.batch), PARTS[one.setting.part], *_timed_cells(timed))
-    Console().print(table)
+    show(table)
     for one in timings:
         runs = one.budget.blocks * len(one.null.samples[0].blocks_a[0])
         enough = "" if one.budget.sufficient else f"; {100 * plan.effect:g} % is undetectable in {plan.seconds:g} s"

@@ -8,26 +8,27 @@ from typing import Annotated, Literal, cast
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table as RichTable
 
 from dsv32_fuzz.latency.cost import Costs, Prediction, claim_rows, costs_of, predict, sweep
 from dsv32_fuzz.traces.kineto import read_trace
 from dsv32_fuzz.workload import PR42982_WORKLOAD, Workload
 from dsv32_fuzz.workload.skip_rate import BUDGETS
-from dsv32_reports.commands.common import Json, Seed, command, numbers
+from dsv32_reports.commands.common import Json, Seed, command, numbers, show
 from dsv32_reports.skip_plot import USEFUL, skip_plot
 
 Policy = Annotated[str, typer.Option("--key", help="Metadata key: pr42982 or pr47766.")]
-CostRange = Annotated[str | None, typer.Option(metavar="LOW:HIGH")]
+PlanCost = Annotated[str | None, typer.Option(metavar="LOW:HIGH", help="Microseconds of a plan launch.")]
+CastCost = Annotated[str | None, typer.Option(metavar="LOW:HIGH", help="Microseconds of a cast.")]
+ClearCost = Annotated[str | None, typer.Option(metavar="LOW:HIGH", help="Microseconds to clear a megabyte.")]
 
 
 @command
 def bench_claims_command(
     key: Policy = "pr42982",
-    plan_us: CostRange = None,
-    cast_us: CostRange = None,
-    clear_us_per_mb: CostRange = None,
+    plan_us: PlanCost = None,
+    cast_us: CastCost = None,
+    clear_us_per_mb: ClearCost = None,
     costs_from: Annotated[Path | None, typer.Option(help="Take plan and cast costs from this device trace.")] = None,
     json: Json = False,
 ) -> int:
@@ -45,23 +46,23 @@ def bench_claims_command(
     table = RichTable("claim", "claimed", "found", "status")
     for claim in claims:
         table.add_row(claim.claim, claim.claimed, claim.found, claim.status)
-    Console().print(table)
+    show(table)
     return 0
 
 
 @command
 def bench_workload_command(
     isl: Annotated[str, typer.Option(help="Input lengths, separated by commas.")] = "512,1024,2048,4096,8192",
-    concurrency: Annotated[str, typer.Option(help="Concurrencies.")] = "1,16,64",
-    mtp: Annotated[str, typer.Option(help="Draft tokens per step.")] = "0,1,3",
+    concurrency: Annotated[str, typer.Option(help="Requests at a time, separated by commas.")] = "1,16,64",
+    mtp: Annotated[str, typer.Option(help="Draft tokens per step, separated by commas.")] = "0,1,3",
     osl: Annotated[int, typer.Option(min=1, help="Output tokens per request.")] = 500,
-    budget: Annotated[int, typer.Option(min=1, help="max_num_batched_tokens.")] = 8192,
+    budget: Annotated[int, typer.Option(min=1, help="Tokens per step at most: vLLM's max_num_batched_tokens.")] = 8192,
     spread: Annotated[float, typer.Option(help="Spread of the lengths, as a fraction.")] = 0.0,
     acceptance: Annotated[float, typer.Option(help="Probability that a draft is accepted.")] = 0.85,
     key: Policy = "pr47766",
-    plan_us: CostRange = None,
-    cast_us: CostRange = None,
-    clear_us_per_mb: CostRange = None,
+    plan_us: PlanCost = None,
+    cast_us: CastCost = None,
+    clear_us_per_mb: ClearCost = None,
     costs_from: Annotated[Path | None, typer.Option(help="Take plan and cast costs from this device trace.")] = None,
     svg: Annotated[Path | None, typer.Option(help="Write a plot of the skip rates to this file.")] = None,
     seed: Seed = 0,
@@ -107,9 +108,7 @@ def _where_it_stops(rows: list[Prediction]) -> list[str]:
 
 def _show_predictions(rows: list[Prediction], *columns: tuple[str, Callable[[Prediction], str]]) -> None:
     names = [name for name, _ in columns]
-    table = RichTable(
-        *names, "steps", "skipped", "wrongly", "plan launches", "casts", "MB cleared a step", "saved, ms a step"
-    )
+    table = RichTable(*names, "steps", "skipped", "wrongly", "plans", "casts", "MB cleared a step", "saved, ms a step")
     for p in rows:
         low, high = p.saved_ms
         table.add_row(
@@ -122,7 +121,7 @@ def _show_predictions(rows: list[Prediction], *columns: tuple[str, Callable[[Pre
             f"{p.bytes_full / p.steps / 1e6:.3g} to {p.bytes_tail / p.steps / 1e6:.3g}",
             f"{low:.3f} to {high:.3f}",
         )
-    Console().print(table)
+    show(table)
 
 
 def _costs(plan: str | None, cast_: str | None, clear: str | None, trace: Path | None) -> Costs:

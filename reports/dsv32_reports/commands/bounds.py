@@ -6,12 +6,11 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from dsv32_ref.bounds.utilisation import utilisation
 from dsv32_ref.config import GOLDEN, PRECISIONS
-from dsv32_reports.commands.common import Json, command
+from dsv32_reports.commands.common import Json, command, show
 
 
 @command
@@ -34,5 +33,5 @@ def bounds(
         table = Table("stage", "elements", "median", "worst", title=f"budget used, {precision}")
         for row in rows:
             table.add_row(row.stage, str(row.elements), f"{row.median:.2g}", f"{row.worst:.2g}")
-        Console().print(table)
+        show(table)
     return int(any(not row.worst <= 1 for row in rows))

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Annotated, NoReturn, ParamSpec
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from dsv32_fast.options import PRESETS
 from dsv32_fuzz.verdict import Status
@@ -56,6 +58,16 @@ def command(function: Callable[P, int]) -> Callable[P, None]:
         raise typer.Exit(code)
 
     return run
+
+
+def show(table: Table) -> None:
+    """Print a table whose cells are folded, never cut; off a terminal it has 120 columns at least."""
+    for column in table.columns:
+        column.overflow = "fold"
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 120)
+    console.print(table)
 
 
 def numbers(option: str, text: str, least: int = 1) -> list[int]:

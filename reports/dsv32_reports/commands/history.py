@@ -7,11 +7,10 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from dsv32_fuzz.case import write_atomically
-from dsv32_reports.commands.common import Json, command
+from dsv32_reports.commands.common import Json, command, show
 from dsv32_reports.history import changes, drifts, opened
 from dsv32_reports.html_page import render_history
 from dsv32_reports.verify import verified_report
@@ -41,7 +40,7 @@ def history(
     table = Table("started", "outcome", "what", "id", title=f"{len(rows)} sign-offs, {added} new", title_justify="left")
     for row in rows:
         table.add_row(row.started, row.outcome, row.series, row.id)
-    Console().print(table)
+    show(table)
     for drift in found:
         print(f"DRIFT {drift.figure} ({drift.series}): {drift.first:.4g} -> {drift.last:.4g}, p = {drift.p_value:.2g}")
     return int(bool(found))

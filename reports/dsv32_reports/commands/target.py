@@ -10,7 +10,6 @@ from typing import Annotated
 import msgspec
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from dsv32_fuzz.case import save_case
@@ -20,7 +19,7 @@ from dsv32_fuzz.targets.survey import Behaviour, Survey, behaviour, compare, sur
 from dsv32_fuzz.targets.vllm import VllmTarget
 from dsv32_fuzz.targets.vllm.prepare import install, prepared, release_of
 from dsv32_fuzz.verdict import Status
-from dsv32_reports.commands.common import Json, command
+from dsv32_reports.commands.common import Json, command, show
 
 Into = Annotated[Path, typer.Option("--into", help="Folder of the prepared releases.")]
 Seconds = Annotated[float, typer.Option(min=0, help="Search time per traffic class, after the corpus.")]
@@ -156,7 +155,7 @@ def target_diff(
         table = Table("what changed", "steps", "first", title=f"{first} -> {second}")
         for what, where in changes:
             table.add_row(what, str(len(where)), where[0])
-        Console().print(table)
+        show(table)
     else:
         print(f"{first} and {second} do the same in all {sum(map(len, seen[0].values()))} steps")
     return int(bool(changes))

@@ -90,7 +90,8 @@ class VllmTarget:
             self.caches = self._reuses()
         except RuntimeError as error:
             self.worker.close()
-            raise ValueError(f"vLLM cannot be driven: {error}; see `dsv32 target install --help`") from error
+            remedy = "name a release with --vllm-path, prepared by dsv32 target install"
+            raise ValueError(f"vLLM cannot be driven: {error}; {remedy}") from error
 
     def _reuses(self) -> bool:
         session = self.open(_PROBE_DIMS)
