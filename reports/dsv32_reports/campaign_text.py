@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from dsv32_fast.options import describe
+from dsv32_fuzz.campaigns.journal import case_in
 from dsv32_fuzz.campaigns.ledger import cause_key
 from dsv32_fuzz.campaigns.recorded import EVENT
 from dsv32_fuzz.campaigns.result import CampaignResult, CheckLine, Failure
 from dsv32_fuzz.events import CounterexampleFound, Event, Progress
 from dsv32_fuzz.verdict import Status
+from dsv32_reports.fold import shown_case
 from dsv32_reports.wording import replay_command
 
 LINE_SECONDS = 60.0
@@ -48,9 +51,14 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def result_lines(result: CampaignResult, *, quiet: bool = False) -> list[str]:
-    """The result in lines: the verdict first, then failures, what is fixed, and every check."""
-    options = describe(result.options) if result.options else "as installed"
+def result_lines(
+    result: CampaignResult, *, quiet: bool = False, rows: Mapping[str, list[str]] = MappingProxyType({})
+) -> list[str]:
+    """The result in lines: the verdict first, then failures, what is fixed, and every check.
+
+    `rows` tells of rows that misread, by cause of the failure (`targets.neighbours`).
+    """
+    options = describe(result.options) if result.options else result.release or "as installed"
     shards = f"{len(result.shards)} shard{'s' if len(result.shards) != 1 else ''}"
     lines = [
         f"{result.status.value}  {result.target} {options}, evidence level: {result.evidence}",
@@ -62,7 +70,7 @@ def result_lines(result: CampaignResult, *, quiet: bool = False) -> list[str]:
         lines.append(f"shards that did not run to their end: {lost}; run the same command again to go on")
     lines += [f"ledger: {problem}" for problem in result.problems]
     for failure in result.failures:
-        lines += _failure_lines(failure, result.target)
+        lines += _failure_lines(failure, result.target, rows.get(failure.cause, []))
     lines += [f"fixed   {file}" for file in result.fixed]
     if quiet:
         return lines
@@ -77,13 +85,15 @@ def result_lines(result: CampaignResult, *, quiet: bool = False) -> list[str]:
     return [*lines, "", *(_check_line(line) for line in result.lines)]
 
 
-def _failure_lines(failure: Failure, target: str) -> list[str]:
+def _failure_lines(failure: Failure, target: str, rows: list[str]) -> list[str]:
     since = f", since {failure.since}" if failure.standing != "new" else ""
     where = failure.check if failure.check == failure.scope else f"{failure.check} in {failure.scope}"
     shrunk = "" if failure.shrunk else " (not shrunk: the run ended first)"
     lines = [f"{failure.standing:<7} {where}{since}{shrunk}: {failure.summary}"]
     if failure.also_fails:
         lines.append(f"        also fails: {', '.join(failure.also_fails)}")
+    case = case_in(failure.case)
+    lines += [f"        {line}" for line in [*(shown_case(case)[:8] if case else []), *rows]]
     if failure.reference:
         lines.append(f"        {failure.reference}")
     if failure.file:

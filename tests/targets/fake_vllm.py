@@ -35,10 +35,11 @@ BACKEND = """
 from types import SimpleNamespace
 import torch
 from aiter import dtypes, get_mla_metadata_info_v1
+from vllm._ops import rocm_aiter_ops
 from vllm.platforms import current_platform
 
 KEY, CLEAR, ROWS, PERSISTENT, MOVES = {key!r}, {clear!r}, {rows!r}, {persistent!r}, {moves!r}
-INVALID, SHIFT = {invalid!r}, {shift!r}
+INVALID, SHIFT, REMAP, LSE, GUARD = {invalid!r}, {shift!r}, {remap!r}, {lse!r}, {guard!r}
 FIELDS = ("work_meta_data", "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map")
 print("a line on standard output")  # must not reach the messages
 
@@ -60,6 +61,27 @@ class FakeBackend:
     @staticmethod
     def get_builder_cls():
         return FakeBuilder
+
+    @staticmethod
+    def get_impl_cls():
+        return FakeLayer
+
+
+class FakeLayer:
+    def forward_mqa(self, q, cache, metadata, layer):
+        if REMAP == "every pass" or getattr(metadata, "remapped", None) != self.index_epoch:
+            triton_convert_req_index_to_global_index(
+                metadata.req_id_per_token, metadata.block_table, self.topk_indices_buffer,
+                metadata.paged_kv_indptr, metadata.paged_kv_indices, BLOCK_SIZE=1,
+            )
+            metadata.remapped = self.index_epoch
+        return self._forward_mla(layer, q, cache, metadata)
+
+    def _forward_mla(self, layer, q, cache, metadata):
+        if LSE:
+            return q, rocm_aiter_ops.mla_decode_fwd_lse(q, cache)
+        rocm_aiter_ops.mla_decode_fwd(q, cache)
+        return q, None
 
 
 class FakeBuilder:
@@ -95,12 +117,13 @@ class FakeBuilder:
         lens[:live] = (seen[ids] + torch.arange(live) + 1).clamp_max(self.topk).int()
         self.indptr[1 : rows + 1] = torch.cumsum(lens, 0)
         self.indptr[rows + 1 :] = int(self.indptr[rows])
-        persistent = PERSISTENT == "always" or int(q.max()) == 1
-        key = (rows, int(q.max()), self.heads, tuple(cam.seq_lens.clamp_max(self.topk).tolist()))
+        longest = max(q.tolist(), default=0)
+        persistent = PERSISTENT == "always" or longest == 1
+        key = (rows, longest, self.heads, tuple(cam.seq_lens.clamp_max(self.topk).tolist()))
         if KEY == "full":
             key += (tuple((cam.seq_lens - q).clamp_max(self.topk).tolist()), tuple(q.tolist()))
         plan = [getattr(self, "my_" + field) for field in FIELDS]
-        if persistent and (KEY is None or key != self.last_key):
+        if persistent and (rows or not GUARD) and (KEY is None or key != self.last_key):
             from aiter import get_mla_metadata_v1
 
             meta, indptr, info, reduce, final, partial = plan
@@ -121,6 +144,10 @@ class FakeBuilder:
         )
 """
 
+OPS = """
+class rocm_aiter_ops:
+    mla_decode_fwd = mla_decode_fwd_lse = None
+"""
 
 INDEXER = """
 from types import SimpleNamespace
@@ -172,6 +199,9 @@ def write_fake(
     invalid: int = -1,
     shift: int = 0,
     router: str = "float32",
+    remap: str = "every pass",
+    lse: bool = False,
+    guard: bool = True,
     prologue: str = "",
 ) -> Path:
     """Write the package; the defaults are without a defect.
@@ -187,14 +217,27 @@ def write_fake(
         shift: by how much the converters are off: in slots, and in rows that are too long; and by how many keys the
             indexer's fourth row of a request.
         router: type of the model's router logits and correction bias.
+        remap: `every pass`, or `epoch` for a layer that converts its indices once per epoch and metadata.
+        lse: whether the layer asks the decode kernel for an LSE.
+        guard: whether a step of no rows stays away from the planner.
         prologue: statements at the start of the backend module.
     """
     backend = BACKEND.format(
-        key=key, clear=clear, rows=rows, persistent=persistent, moves=moves, invalid=invalid, shift=shift
+        key=key,
+        clear=clear,
+        rows=rows,
+        persistent=persistent,
+        moves=moves,
+        invalid=invalid,
+        shift=shift,
+        remap=remap,
+        lse=lse,
+        guard=guard,
     )
     files = {
         "__init__.py": "",
         "platforms.py": PLATFORMS,
+        "_ops.py": OPS,
         "v1/attention/backend.py": COMMON,
         "v1/attention/backends/mla/rocm_aiter_mla_sparse.py": prologue + backend,
         "v1/attention/backends/mla/indexer.py": INDEXER.format(shift=shift),

@@ -73,7 +73,7 @@ def test_a_target_of_another_package_is_fuzzed_and_its_cases_replayed(registered
     assert (case.target, case.options) == ("late", None)
     assert "FAILED step_metadata with late" in dsv32("replay", "corpus", "--target", "late", code=1).stdout
     assert dsv32("replay", str(path), "--options", "pr47766", code=0).stdout.startswith("FIXED step_metadata")
-    refused = dsv32("fuzz", "--target", "late", "--target-argument", "path=x", code=2)
+    refused = dsv32("fuzz", "--target", "late", "--vllm-path", "x", code=2)
     assert "target late takes no path; leave it out" in refused.stderr
     assert registered.is_dir()
 
@@ -83,4 +83,4 @@ def test_a_folder_in_the_place_of_vllm_is_fuzzed(tmp_path: Path, monkeypatch: py
     """A package that clears nothing: stale indices in the first step that shrinks."""
     monkeypatch.chdir(tmp_path)
     folder = write_fake(tmp_path / "fake", clear=False)
-    assert "buffer_hygiene" in fuzzed("--target", "vllm", "--target-argument", f"path={folder}")
+    assert "buffer_hygiene" in fuzzed("--target", "vllm", "--vllm-path", str(folder))

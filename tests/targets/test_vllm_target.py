@@ -42,15 +42,19 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmTarget]:
 def defective(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmTarget]:
     """The old key, no clears, and a view that moves: each is seen by a check of its own."""
     folder = tmp_path_factory.mktemp("defective")
-    target = open_fake(folder, key="old", clear=False, moves=True, invalid=0, shift=1, router="bfloat16")
+    target = open_fake(folder, key="old", clear=False, moves=True, invalid=0, shift=1, router="bfloat16", guard=False)
     yield target
     target.close()
 
 
 @pytest.fixture(scope="module")
 def partial(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmTarget]:
-    """Leaves padding rows out, and plans only steps of one token per request: neither is a defect."""
-    target = open_fake(tmp_path_factory.mktemp("partial"), rows="live", persistent="decode")
+    """Leaves padding rows out, and plans only steps of one token per request: neither is a defect.
+
+    Its layer converts indices once per epoch and asks for an LSE, which is the probes' matter.
+    """
+    folder = tmp_path_factory.mktemp("partial")
+    target = open_fake(folder, rows="live", persistent="decode", remap="epoch", lse=True)
     yield target
     target.close()
 
@@ -170,6 +174,9 @@ def test_probes_of_a_sound_package(sound: VllmTarget) -> None:
         "stream order",
         "padding of heads",
         "continued prompt",
+        "indices of sharing layers",
+        "LSE of the decode kernel",
+        "step of no rows",
         "router logits",
         "rows of the indexer",
     )
@@ -193,7 +200,18 @@ def test_probes_see_their_defects(defective: VllmTarget) -> None:
     assert found["continued prompt"] == ("FAILED", "the plan of the chunk before is reused")
     assert found["types with an fp8 cache"][0] == "FAILED"  # it passes no types
     assert found["router logits"] == ("FAILED", "logits in bfloat16, correction bias in bfloat16")
+    assert found["step of no rows"][0] == "FAILED"
+    assert "AITER divides by it" in found["step of no rows"][1]
     assert found["rows of the indexer"] == ("FAILED", "q (64, 100), seq (64, 300): row 3 has 5 keys, expected 4")
+
+
+def test_probes_of_a_layer_see_its_defects(partial: VllmTarget) -> None:
+    found = answers(partial)
+    assert found["indices of sharing layers"] == (
+        "FAILED",
+        "a layer without an indexer still attends slot 0 after the indices moved to 300: one pass a step",
+    )
+    assert found["LSE of the decode kernel"][0] == "FAILED"
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from dsv32_fuzz.campaigns.shards import SPEC, CampaignSpec, CorpusCase, ShardPla
 from dsv32_fuzz.campaigns.watchdog import SHARD_COMMAND, Watched
 from dsv32_fuzz.case import decode_case
 from dsv32_fuzz.events import CounterexampleFound, Event, PhaseStarted, Progress, RunFinished
-from dsv32_fuzz.targets import Target
+from dsv32_fuzz.targets import Target, release_of
 
 POLL_SECONDS = 0.25
 PROGRESS_SECONDS = 1.0
@@ -99,6 +99,7 @@ def make_spec(
         target=target.name,
         options=target.options,
         arguments=dict(arguments),
+        release=release_of(target),
         evidence=target.evidence,
         profile=profile,
         seed=seed,

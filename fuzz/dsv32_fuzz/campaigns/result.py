@@ -88,6 +88,8 @@ class CampaignResult(msgspec.Struct, frozen=True, kw_only=True):
     format: Literal["dsv32-campaign-result/1"] = "dsv32-campaign-result/1"
     target: str
     options: Options | None
+    release: str = ""
+    """Release and commit of another target than the in-tree one, where it tells them."""
     evidence: str
     profile: str
     seed: int
@@ -334,6 +336,7 @@ def _result(fold: _Fold, shards: list[int]) -> CampaignResult:
     return CampaignResult(
         target=spec.target,
         options=spec.options,
+        release=spec.release,
         evidence=spec.evidence,
         profile=spec.profile,
         seed=spec.seed,

@@ -70,6 +70,8 @@ class CampaignSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     options: Options | None = None
     arguments: dict[str, str] = {}
     """What another target than the in-tree one is opened with, such as the path of an installation."""
+    release: str = ""
+    """Release and commit of another target, where it tells them."""
     evidence: str = "emulated"
     profile: str
     seed: int

@@ -284,7 +284,8 @@ class Degenerate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class DegenerateShapes(SessionCheck):
     """Batch 0, padding alone, an idle rank, requests of no row between others: each between two ordinary steps.
 
-    A step of no rows at all is left out where a split cap is set: AITER divides by cap x rows, and vLLM builds none.
+    A step of no rows at all is left out where a split cap is set, and on other targets than the in-tree path: AITER
+    divides by cap x rows, and vLLM's runner builds none.
     """
 
     name = "degenerate_batches"
@@ -298,7 +299,7 @@ class DegenerateShapes(SessionCheck):
 
     def run(self, drawn: Degenerate, target: Target) -> Verdict:
         """Three builds, the middle one degenerate."""
-        capped = target.options is not None and target.options.split_cap != "unlimited"
+        capped = target.options is None or target.options.split_cap != "unlimited"
         if drawn.shape == "nothing" and capped:
             return self.verdict("", {"builds": 0}, untested="a step of no rows is undefined under a split cap")
         steps = (drawn.around, drawn.middle(), drawn.around)

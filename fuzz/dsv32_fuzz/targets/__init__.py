@@ -99,6 +99,13 @@ class Session(Protocol):
         """Build the metadata of one step."""
 
 
+def release_of(target: Target) -> str:
+    """Release and commit of a target that tells its `versions`, a mapping under its own name; else empty."""
+    versions: dict[str, str] = getattr(target, "versions", {})
+    release, commit = (versions.get(name, "") for name in (target.name, f"{target.name} commit"))
+    return f"{release}, commit {commit}" if commit else release
+
+
 class Target(Protocol):
     """Something that can be put under test."""
 

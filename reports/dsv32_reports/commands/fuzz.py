@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import re
 from collections.abc import Callable, Generator
@@ -11,18 +12,22 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from dsv32_fast.options import PRESETS, Options, describe, resolve
+from dsv32_fast.options import PRESETS, describe
 from dsv32_fuzz.campaigns.corpus import Corpus
+from dsv32_fuzz.campaigns.journal import case_in
 from dsv32_fuzz.campaigns.ledger import Ledger, read_ledger
 from dsv32_fuzz.campaigns.local import FUZZ_PROFILES, FuzzPlan, cases_to_run, fuzz, make_spec, prepare
 from dsv32_fuzz.campaigns.result import CampaignResult, read_result
-from dsv32_fuzz.campaigns.shards import open_target
 from dsv32_fuzz.campaigns.shared_examples import check_place
 from dsv32_fuzz.campaigns.standing import assess
-from dsv32_fuzz.case import write_atomically
+from dsv32_fuzz.case import Case, write_atomically
+from dsv32_fuzz.checks import TARGET_ERRORS
 from dsv32_fuzz.events import Event, RunFinished
+from dsv32_fuzz.targets import Target
+from dsv32_fuzz.targets.neighbours import told_neighbours
+from dsv32_fuzz.targets.registry import IN_TREE, open_target
 from dsv32_reports.campaign_text import ProgressLines, result_lines
-from dsv32_reports.commands.common import EXIT_OF_STATUS, Assignments, Json, command
+from dsv32_reports.commands.common import EXIT_OF_STATUS, Assignments, Json, TargetName, TargetPython, VllmPath, command
 from dsv32_reports.interrupt import interrupts
 from dsv32_reports.json_file import encode_campaign
 from dsv32_reports.model import EXIT_INTERRUPTED
@@ -30,7 +35,6 @@ from dsv32_reports.signoff import until_interrupted
 from dsv32_reports.terminal import ProgressListener
 
 RESULT = "result.json"
-IN_TREE = "in-tree"
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
 
 CorpusFolder = Annotated[
@@ -50,10 +54,9 @@ def fuzz_command(
         typer.Option("--options", help=f"Options of the in-tree path: {', '.join(PRESETS)}; default pr47766."),
     ] = None,
     set_: Assignments = None,
-    target: Annotated[str, typer.Option(help="What is under test.")] = IN_TREE,
-    target_argument: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="What another target is opened with, e.g. path=DIR.")
-    ] = None,
+    target: TargetName = IN_TREE,
+    vllm_path: VllmPath = None,
+    target_python: TargetPython = None,
     profile: Annotated[str, typer.Option(help=f"What is promised: {', '.join(FUZZ_PROFILES)}.")] = "nightly",
     check: Annotated[
         list[str] | None, typer.Option(help="Only this check or traffic class; may be given more than once.")
@@ -84,8 +87,8 @@ def fuzz_command(
     seconds = parse_duration(max_time) if max_time else _profile_seconds(profile)
     part, parts = parse_shard(shard)
     check_place(examples)
-    chosen, arguments = target_settings(target, options, tuple(set_ or ()), tuple(target_argument or ()))
-    subject = open_target(target, chosen, arguments)
+    arguments = {name: text for name, text in (("path", vllm_path), ("python", target_python)) if text is not None}
+    subject = open_target(target, options, tuple(set_ or ()), **arguments)
     beside = ledger.parent if ledger else Path()
     spec = make_spec(
         subject,
@@ -104,7 +107,7 @@ def fuzz_command(
     plan = FuzzPlan(folder=folder, seconds=seconds, workers=workers, part=part, parts=parts)
     interrupted = _drain(_events(plan, ray), seconds, quiet=quiet)
     result = write_result(read_result([folder]), folder, cases, known, beside)
-    show(result, folder, quiet=quiet, json=json)
+    show(result, folder, quiet=quiet, json=json, target=subject)
     return EXIT_INTERRUPTED if interrupted else EXIT_OF_STATUS[result.status]
 
 
@@ -144,32 +147,24 @@ def write_result(
     return assessed
 
 
-def show(result: CampaignResult, folder: Path, *, quiet: bool, json: bool) -> None:
-    """The result on standard output."""
+def show(result: CampaignResult, folder: Path, *, quiet: bool, json: bool, target: Target | None = None) -> None:
+    """The result on standard output; with its target, also the rows that misread in each failing case of steps."""
     if json:
         print(encode_campaign(result).decode(), end="")
     else:
-        print("\n".join([*result_lines(result, quiet=quiet), f"result: {folder / RESULT}"]))
+        rows = _misread(result, target) if target else {}
+        print("\n".join([*result_lines(result, quiet=quiet, rows=rows), f"result: {folder / RESULT}"]))
 
 
-def target_settings(
-    target: str, options: str | None, assignments: tuple[str, ...], arguments: tuple[str, ...]
-) -> tuple[Options | None, dict[str, str]]:
-    """The options of the in-tree path, or the arguments of another target.
-
-    Raises:
-        ValueError: options for another target, an unknown preset, or an argument that is not NAME=VALUE.
-    """
-    pairs = [argument.partition("=") for argument in arguments]
-    for name, sign, value in pairs:
-        if not (name and sign and value):
-            raise ValueError(f"--target-argument is {name + sign + value!r}; write NAME=VALUE")
-    found = {name: value for name, _, value in pairs}
-    if target == IN_TREE:
-        return resolve(options or "pr47766", assignments), found
-    if options is not None or assignments:
-        raise ValueError(f"--options and --set are of the in-tree path; {target} is what its code does")
-    return None, found
+def _misread(result: CampaignResult, target: Target) -> dict[str, list[str]]:
+    """Lines on rows that misread, by cause; a case on which the target raises says so in its failure already."""
+    told: dict[str, list[str]] = {}
+    for failure in result.failures:
+        case = case_in(failure.case)
+        if isinstance(case, Case):
+            with contextlib.suppress(*TARGET_ERRORS):
+                told[failure.cause] = told_neighbours(case, target)
+    return told
 
 
 def parse_duration(text: str) -> float:

@@ -67,9 +67,7 @@ def target_table(
 
     Exit 1 if any release fails a check, 3 if one could not be driven.
     """
-    folders = prepared(into)
-    if not folders:
-        raise ValueError(f"{into} holds no prepared release; run dsv32 target install vllm==0.24.0 --into {into}")
+    folders = _all_prepared(into)
     torch.set_num_threads(1)
     surveys = []
     for folder in folders:
@@ -172,7 +170,9 @@ def _behaviour(folder: Path) -> dict[str, list[Behaviour]]:
 @app.command("contract")
 @command
 def target_contract(
-    spec: Annotated[str, typer.Argument(help="A prepared release, as vllm==0.24.0.", show_default=False)],
+    spec: Annotated[
+        str | None, typer.Argument(help="A prepared release, as vllm==0.24.0; none for a table of all.")
+    ] = None,
     into: Into = DEFAULT_FOLDER,
     aiter_release: Annotated[
         str | None, typer.Option(help="AITER release whose signatures the emulation shows; default the newest read.")
@@ -181,21 +181,57 @@ def target_contract(
 ) -> int:
     """Probe a prepared release's kernels and what it assumes of AITER: converters by tracers, contracts by driving.
 
+    Without a release, all prepared ones are probed and told as a Markdown table, equal neighbours in one column.
     Exit 1 if anything is not as the contract says.
     """
     torch.set_num_threads(1)
-    target = _open(into / release_of(spec), aiter_release)
+    folders = [into / release_of(spec)] if spec else _all_prepared(into)[::-1]
+    answers = {folder.name: _probed(folder, aiter_release) for folder in folders}
+    if json:
+        print(msgspec.json.encode(answers[folders[0].name] if spec else answers).decode())
+    elif spec:
+        print(f"{spec} with AITER {aiter_release or 'as emulated'}")
+        for answer in answers[folders[0].name]:
+            print(f"  {answer['status']:7} {answer['name']}: {answer['summary']}")
+    else:
+        print("\n".join(_contract_table(answers)))
+    return int(any(answer["status"] == Status.FAILED.value for found in answers.values() for answer in found))
+
+
+Answers = list[dict[str, str]]
+
+
+def _probed(folder: Path, aiter_release: str | None) -> Answers:
+    target = _open(folder, aiter_release)
     try:
-        answers = target.probe()
+        return target.probe()
     finally:
         target.close()
-    if json:
-        print(msgspec.json.encode(answers).decode())
-    else:
-        print(f"{spec} with AITER {aiter_release or 'as emulated'}")
-        for answer in answers:
-            print(f"  {answer['status']:7} {answer['name']}: {answer['summary']}")
-    return int(any(answer["status"] == Status.FAILED.value for answer in answers))
+
+
+def _contract_table(answers: dict[str, Answers]) -> list[str]:
+    """A row for each probe, a column for each run of neighbours that answer all of them alike; PASSED is blank."""
+    groups: list[tuple[list[str], dict[str, str]]] = []
+    for release, found in answers.items():
+        statuses = {answer["name"]: answer["status"] for answer in found}
+        if groups and groups[-1][1] == statuses:
+            groups[-1][0].append(release)
+        else:
+            groups.append(([release], statuses))
+    columns = [names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" for names, _ in groups]
+    lines = [f"| probe | {' | '.join(columns)} |", "|" + "---|" * (len(columns) + 1)]
+    for name in groups[0][1]:
+        cells = ("" if statuses[name] == Status.PASSED.value else statuses[name] for _, statuses in groups)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def _all_prepared(into: Path) -> list[Path]:
+    """Folders of the prepared releases, newest first."""
+    folders = prepared(into)
+    if not folders:
+        raise ValueError(f"{into} holds no prepared release; run dsv32 target install vllm==0.24.0 --into {into}")
+    return folders
 
 
 def _open(folder: Path, aiter_release: str | None = None) -> VllmTarget:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dsv32_fast.batch import StepBatch
+from dsv32_fast.kernels.emulated import UndefinedInAiter
 from dsv32_fast.plan import PlanBuffers
 from dsv32_fuzz.case import Dims
 from dsv32_fuzz.plan_checker import ZERO_LENGTH, check_plan
@@ -103,6 +104,15 @@ def padding_rows(loaded: Loaded) -> Answer:
     return passed(
         f"{rows} rows, all with work" if rows == 64 else f"padding rows are left out: {rows} of 64 rows planned"
     )
+
+
+def empty_step(loaded: Loaded) -> Answer:
+    """A step of no rows, as an idle rank might build, either makes no plan or one that AITER can make."""
+    try:
+        _, planned = _build(loaded, StepBatch(query_lens=(), seq_lens=()))
+    except UndefinedInAiter as error:
+        return failed(f"0 rows reach the planner: {error}")
+    return passed("planned" if planned is not None else "not sent to the planner")
 
 
 def cache_types(loaded: Loaded) -> Answer:
@@ -208,6 +218,7 @@ PROBES: dict[str, Probe] = {
     "host copy of lengths": host_lengths,
     "stream order": synchronised,
     "rows of length zero": padding_rows,
+    "step of no rows": empty_step,
     "types with an fp8 cache": cache_types,
     "padding of heads": small_heads,
     "continued prompt": continuation,

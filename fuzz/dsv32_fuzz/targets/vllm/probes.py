@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -221,6 +223,7 @@ def shared_indices(loaded: Loaded) -> Answer:
     metadata.block_table = torch.arange(1000, dtype=torch.int32).reshape(1, -1)
     indices_TK = torch.arange(TOPK, dtype=torch.int32).reshape(1, -1).repeat(64, 1)
     layer = _layer(loaded, indices_TK)
+    layer._forward_mla = lambda *_args, **_kwargs: (None, None)
     q, cache = torch.zeros(1, 16, 576, dtype=torch.bfloat16), torch.zeros(1000, 1, 576, dtype=torch.bfloat16)
     seen = []
     for first in (0, 300):
@@ -236,13 +239,49 @@ def shared_indices(loaded: Loaded) -> Answer:
     )
 
 
+def lse(loaded: Loaded) -> Answer:
+    """The layer asks AITER for no LSE: some of its kernels do not write that of a row that is not split.
+
+    Drives `forward_mqa` down to vLLM's wrappers of the decode kernel. DeepSeek-V3.2 has no sinks, which need one.
+    """
+    ops = getattr(loaded.backend, "rocm_aiter_ops", None)
+    kernels = [name for name in ("mla_decode_fwd", "mla_decode_fwd_lse") if hasattr(ops, name)]
+    if not kernels:
+        return skipped("the backend has no wrapper of mla_decode_fwd under the known name")
+    dims = Dims(topk=TOPK, max_num_batched_tokens=64)
+    builder = make_builder(loaded, dims, 0, Setting())
+    metadata, _ = run_build(loaded, builder, dims, StepBatch(query_lens=(1,), seq_lens=(200,)))
+    metadata.block_table = torch.arange(1000, dtype=torch.int32).reshape(1, -1)
+    layer = _layer(loaded, torch.arange(TOPK, dtype=torch.int32).reshape(1, -1).repeat(64, 1))
+    q, cache = torch.zeros(1, 16, 576, dtype=torch.bfloat16), torch.zeros(1000, 1, 576, dtype=torch.bfloat16)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(sys.modules, {"vllm.platforms.rocm": _mi355x()}))
+        wrappers = {name: stack.enter_context(mock.patch.object(ops, name)) for name in kernels}
+        answered = layer.forward_mqa(q, cache, metadata, SimpleNamespace(_q_scale=None, _k_scale=None))
+    called = {name: wrapper.call_args.kwargs for name, wrapper in wrappers.items() if wrapper.called}
+    if not called:
+        return skipped("the layer calls neither wrapper of mla_decode_fwd in a decode step")
+    asked = "mla_decode_fwd_lse" in called or any(kwargs.get("return_lse") for kwargs in called.values())
+    if asked or answered[1] is not None:
+        return failed("an LSE is asked for, which some of AITER's kernels do not write for a row that is not split")
+    return passed("none is asked for in decode without sinks, and none is returned")
+
+
+def _mi355x() -> ModuleType:
+    """In place of vLLM's module of that platform, which asks for a ROCm torch when it is imported."""
+    module = ModuleType("vllm.platforms.rocm")
+    for name, answer in {"on_gfx942": False, "on_gfx950": True, "on_mi3xx": True}.items():
+        setattr(module, name, lambda told=answer: told)
+    return module
+
+
 def _layer(loaded: Loaded, indices_TK: torch.Tensor) -> Any:
-    """An attention layer of this vLLM without an indexer, whose attention kernel does nothing."""
+    """An attention layer of this vLLM without an indexer and without sinks, of 16 heads."""
     kind = loaded.backend_class().get_impl_cls()
     layer = object.__new__(kind)
     fields = {"num_heads": 16, "kv_lora_rank": 512, "kv_cache_dtype": "auto", "scale": 1.0, "sinks": None}
     fields |= {"topk_indices_buffer": indices_TK, "owns_indexer": False, "index_epoch": 1}
-    fields |= {"use_aiter_sparse_mla": False, "_forward_mla": lambda *_args, **_kwargs: (None, None)}
+    fields["use_aiter_sparse_mla"] = False
     for name, value in fields.items():
         with contextlib.suppress(AttributeError):  # a property of this release, set through another field
             setattr(layer, name, value)
@@ -255,4 +294,5 @@ PROBES: dict[str, Probe] = {
     "ragged gather": ragged_gather,
     "row lengths": row_length_kernel,
     "indices of sharing layers": shared_indices,
+    "LSE of the decode kernel": lse,
 }
