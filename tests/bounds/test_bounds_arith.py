@@ -36,6 +36,7 @@ from dsv32_ref.bounds import (
 )
 from dsv32_ref.bounds import elementary as el
 
+U = 2.0**-24
 TORCH = {
     FP32: torch.float32,
     BF16: torch.bfloat16,
@@ -142,6 +143,18 @@ def test_a_constant_in_the_query_may_underflow_there() -> None:
     assert judge(early, scores(exact(q), exact(k), 2.0**-10, FP)).passed
 
 
+def test_flushing_never_narrows_a_bound() -> None:
+    """At magnitudes where nothing is flushed, each operation still grants its rounding."""
+    x, y = (exact(torch.rand(64, generator=generator(seed)) + 0.5) for seed in (5, 6))
+    for f in (el.add, el.mul, el.div):
+        assert bool((f(x, y, Arithmetic(ftz=True)).err >= f(x, y, FP).err).all())
+    for g in (el.exp, el.sigmoid, el.silu, el.rsqrt, el.log):
+        assert bool((g(x, Arithmetic(ftz=True)).err >= g(x, FP).err).all())
+    unit = exact(torch.ones(1))
+    lost = torch.ones(1) + torch.full((1,), U)
+    assert judge(lost, el.add(unit, exact(torch.full((1,), U)), Arithmetic(ftz=True))).passed
+
+
 def test_library_results_may_be_flushed() -> None:
     x = exact(torch.tensor([-87.5]))
     assert judge(torch.zeros(1), el.exp(x, FP)).worst > 1
@@ -204,7 +217,7 @@ def test_bounds_grow_with_their_inputs_errors() -> None:
         (lambda: linear.hadamard(exact(torch.zeros(1, 12)), FP), "power of two"),
         (lambda: quant.fake_quant(exact(torch.zeros(1, 100)), quant.ACT_QUANT, FP), "block"),
         (lambda: rope.angles(torch.tensor([-1]), exact(torch.ones(1)), FP), "positions_T"),
-        (lambda: router.group_scores(exact(torch.zeros(1, 10)), 4, FP), "groups"),
+        (lambda: router.group_scores(exact(torch.zeros(1, 10)), 4, FP), "groups: 4 do not divide 10 experts"),
         (lambda: SoftmaxForm(splits=0), "splits"),
     ],
 )

@@ -49,6 +49,40 @@ def test_rescaling_errors_need_the_count_of_rescales() -> None:
     assert judge(out, attend(exact(s), exact(v), rough)[0]).worst > 1.5
 
 
+def test_a_rescaled_sum_needs_the_count_of_rescales() -> None:
+    """1000 rescales by about 1, each rounded: the accumulator shrinks by u each time and the sum grows by u."""
+    n, rescales = 4, 1000
+    out = torch.full((1, 1), ((1 - U) / (1 + U)) ** rescales, dtype=torch.float64)
+    granted = Arithmetic(exp_ulp=0.0)
+    s, v = exact(torch.zeros(1, n)), exact(torch.ones(n, 1))
+    bound, _ = attend(s, v, granted, SoftmaxForm(rescales=rescales))
+    assert 0.9 < judge(out, bound).worst <= 1
+    assert judge(out, attend(s, v, granted)[0]).worst > 10
+
+
+def test_a_lagging_maximum_needs_the_rounding_of_its_exponents() -> None:
+    """Two equal scores, 1000 above the maximum in use: each exponent is rounded three times, there and back again, one
+    upwards and one downwards.
+    """
+    lag = 1000.0
+    out = torch.full((1, 1), math.tanh(6 * U * lag), dtype=torch.float64)
+    s, v = exact(torch.zeros(1, 2)), exact(torch.tensor([[1.0], [-1.0]]))
+    assert 0.9 < judge(out, attend(s, v, FP, SoftmaxForm(lazy=lag))[0]).worst <= 1
+    assert judge(out, attend(s, v, FP)[0]).worst > 10
+
+
+def test_leading_dimensions_are_independent_rows() -> None:
+    """Scores [2, 3, 40] in fp16, where the number of keys shows in every term, against their rows alone."""
+    s, v = torch.randn(2, 3, 40, generator=generator(34)), torch.randn(2, 40, 5, generator=generator(35))
+    for form in (SoftmaxForm(), SoftmaxForm(splits=3, rescales=2, lazy=1.0), SoftmaxForm(normalise_first=True)):
+        rows = [attend(approx(s[b], 1e-3), exact(v[b]), Arithmetic(acc=FP16), form) for b in range(2)]
+        for whole, alone in zip(
+            attend(approx(s, 1e-3), exact(v), Arithmetic(acc=FP16), form), zip(*rows, strict=True), strict=True
+        ):
+            assert bool(torch.isfinite(whole.err).all())
+            torch.testing.assert_close(whole.err, torch.stack([row.err for row in alone]), rtol=1e-12, atol=0)
+
+
 def test_numerator_sum() -> None:
     """V = 1, u, u, ..., -1 summed in order gives 0; with an output near 0 only the numerator's sum explains that.
 

@@ -44,6 +44,7 @@ def test_nothing_compared_does_not_pass() -> None:
     budget = judge(torch.zeros(0), exact(torch.zeros(0)))
     assert not budget.passed
     assert "nothing" in budget.describe("stage")
+    assert sum(budget.histogram) == 0
 
 
 def test_bad_shapes_and_bounds_are_named() -> None:

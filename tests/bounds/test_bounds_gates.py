@@ -15,8 +15,11 @@ from torch import Tensor
 
 from dsv32_ref.bounds import (
     BF16,
+    E4M3FN,
+    FP16,
     Approx,
     SoftmaxForm,
+    approx,
     attend,
     attend_like,
     exact,
@@ -145,6 +148,32 @@ def test_a_dequantisation_scale_off_by_one_percent_is_rejected(rule: quant.Scale
     product = round_to(linear.linear(exact(stored), exact(w), FP, roundings=2), BF16)
     assert judge((stored @ w.T).bfloat16(), product).passed
     assert judge((stored * 1.01 @ w.T).bfloat16(), product).worst > 1.2
+
+
+def test_a_fine_code_needs_the_roundings_of_its_arithmetic() -> None:
+    """fp16 codes, values at midpoints: half a step, and on top of it the fp32 quotient and product."""
+    rule = quant.ScaleRule(fmt=FP16, largest=60000.0, block=2, ue8m0=False, amax_floor=0.0)
+    amax = torch.rand(20_000, 1, generator=generator(36)) + 1
+    scale = amax / rule.largest
+    middle = scale * (1025.5 * 8)
+    for ulps in (-1, 0, 1):
+        x = torch.cat([amax, (middle.view(torch.int32) + ulps).view(torch.float32)], 1)
+        budget = judge((x / scale).half().float() * scale, quant.fake_quant(exact(x), rule, FP))
+        assert 0.99 < budget.worst <= 1
+
+
+@pytest.mark.parametrize("err", [1e-3, 1e-2])
+def test_power_of_two_scales_reach_the_codes_of_both_ends(err: float) -> None:
+    """A large exact element fixes the scale; the others' bounds are exactly the farther code that they may get."""
+    x = torch.randn(50, 128, generator=generator(37)).double()
+    x[:, 0] = 8.0
+    errors = torch.full_like(x, err)
+    errors[:, 0] = 0.0
+    bound = quant.fake_quant_like(approx(x, errors), quant.ACT_QUANT, FP)
+    scale = 2.0**-5  # the power of two from 8 / 448 upwards
+    down, up = (E4M3FN.round((x + sign * errors) / scale) * scale - bound.value for sign in (-1, 1))
+    assert min(int((down.abs() > up.abs()).sum()), int((up.abs() > down.abs()).sum())) > 100
+    torch.testing.assert_close(bound.err, torch.maximum(down.abs(), up.abs()), rtol=2.0**-14, atol=0)
 
 
 @pytest.mark.parametrize("position", [1, 4096, 163839])
