@@ -272,9 +272,9 @@ class _Fold:
         status = tally.status
         if status is Status.PASSED and executed < promised:
             status = Status.MISTRUSTED
-            summary = f"{executed} of the {promised} examples that the profile promises were run in the time"
+            summary = f"{executed} of the {promised} examples that the profile promises were run; give it more time"
         elif not tally.statuses:
-            summary = "no case was run in the time"
+            summary = "no case was run in the time; give it more"
         else:
             summary = tally.told.get(status, "")
         return CheckLine(
