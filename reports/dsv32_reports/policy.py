@@ -6,6 +6,7 @@ holds: all traffic, emulated evidence, every gate required.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -65,8 +66,8 @@ class Policy(
     def __post_init__(self) -> None:
         if self.max_failing_runs is not None and not 0 < self.max_failing_runs <= 1:
             raise ValueError(f"max_failing_runs is {self.max_failing_runs}, must be above 0 and at most 1")
-        if any(rule.limit is not None and not rule.limit >= 0 for rule in self.gates.values()):
-            raise ValueError("a limit must be a number that is not negative")
+        if any(rule.limit is not None and not 0 <= rule.limit < math.inf for rule in self.gates.values()):
+            raise ValueError("a limit must be a finite number that is not negative")
 
     def rule(self, gate: str) -> GateRule:
         """What is asked of a gate."""

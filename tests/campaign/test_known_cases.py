@@ -64,6 +64,12 @@ def test_a_failure_that_is_not_listed_fails_and_is_kept(known: KnownCases) -> No
     assert kept.case.steps == STEPS
 
 
+def test_an_empty_ledger_passes_nothing(known: KnownCases, tmp_path: Path) -> None:
+    (tmp_path / "ledger.toml").write_text("")
+    found, _ = ran(REPAIRED, KnownCases(ledger=tmp_path / "ledger.toml"))
+    assert (found[LEDGER].status, found[LEDGER].summary) == (Status.SKIPPED, "the ledger lists nothing")
+
+
 def test_an_expired_entry_allows_nothing(known: KnownCases) -> None:
     later = datetime.date.today() + datetime.timedelta(days=91)
     found, _ = ran(BROKEN, known, later)

@@ -63,7 +63,7 @@ def started(**changes: Any) -> RunStarted:
     return RunStarted(**(fields | changes))
 
 
-def router_study(*, flipped: int = 2, tokens: int = 500, recorded: bool = True, layers: int = 3) -> dict[str, Any]:
+def router_study(*, flipped: int = 2, tokens: int = 500, recorded: bool = True, layers: int = 58) -> dict[str, Any]:
     """What `dsv32 router --json` prints of `layers` layers, of which the last flips `flipped` tokens."""
 
     def layer(number: int, flips: int) -> dict[str, Any]:

@@ -86,7 +86,45 @@ def test_router_precision(flipped: int, recorded: bool, status: Status, outcome:
     told = gate.lines[-1].summary
     for text in (f"{flipped} of 500 tokens", "256 distinct bias values, 9 in bf16", "load moves", "MoE output"):
         assert text in told
-    assert len(gate.lines) == 3
+    assert len(gate.lines) == 58
+
+
+def test_a_study_of_some_routers_is_no_study_of_the_checkpoint() -> None:
+    report, gates = judged(given("router_precision", router_study(layers=57)), policy=STRICT)
+    assert (report.outcome, gates["router_precision"].status) == (Outcome.INCONCLUSIVE, Status.MISTRUSTED)
+    assert "only 57 of the model's 58 routers were studied" in gates["router_precision"].lines[0].summary
+    twice = router_study()
+    twice["layers"][1] = twice["layers"][0]
+    with pytest.raises(ValueError, match="a layer occurs twice"):
+        judged(given("router_precision", twice), policy=STRICT)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"compared": ()}, "compares nothing"),
+        ({"alpha": 0.0}, "alpha 0 and margin 0.01"),
+        ({"alpha": 1.0}, "alpha 1 and"),
+        ({"alpha": float("nan")}, "alpha"),
+        ({"margin": 10.0}, "margin 10"),
+    ],
+)
+def test_evidence_of_latency_that_could_pass_anything_is_refused(
+    tmp_path: Path, changes: dict[str, Any], told: str
+) -> None:
+    evidence = msgspec.structs.replace(trace_evidence(41.0, 40.0), **changes)
+    (tmp_path / "times.json").write_bytes(msgspec.json.encode(evidence))
+    with pytest.raises(ValueError, match=told):
+        latency_given(tmp_path / "times.json")
+
+
+@pytest.mark.parametrize("time", ["0", "-1.0", "1e999", "NaN", "null"])
+def test_a_time_that_is_none_is_refused(tmp_path: Path, time: str) -> None:
+    text = msgspec.json.encode(trace_evidence(41.0, 40.0)).decode()
+    first = text.index('"a_s":[[') + len('"a_s":[[')
+    (tmp_path / "times.json").write_text(text[:first] + time + text[text.index(",", first) :])
+    with pytest.raises(ValueError, match=r"times\.json: "):
+        latency_given(tmp_path / "times.json")
 
 
 def test_router_precision_without_a_limit_is_shown_and_decides_nothing() -> None:
@@ -147,7 +185,7 @@ def test_gates_of_different_kinds_are_one_family() -> None:
     worse = given("accuracy", counts(1250, 1210))  # p = 3 % of being beyond: fails alone
     _, gates = judged(worse)
     assert gates["accuracy"].status is Status.FAILED
-    many = given("router_precision", router_study(flipped=25, layers=40, tokens=500))
+    many = given("router_precision", router_study(flipped=25, tokens=500))
     _, gates = judged(worse, many, policy=STRICT)
     assert gates["accuracy"].status is Status.MISTRUSTED
 

@@ -53,6 +53,7 @@ limit = 0.5
         ("[gates.key]\nlimit = 1.0", "gate key takes no limit; those that do are checks_attention"),
         ("[gates.key]\nlimit = -1.0", "not negative"),
         ("[gates.key]\nlimit = nan", "not negative"),
+        ("[gates.drift]\nlimit = inf", "a finite number"),
         ("max_failing_runs = 0.0", "above 0"),
         ("[scope]\nmtp_depth = 9", "must be in 0..7"),
         ("evidence = 'hearsay'", "hearsay"),

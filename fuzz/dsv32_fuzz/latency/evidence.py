@@ -22,6 +22,8 @@ from dsv32_fuzz.traces.compare import Claim, TraceComparison, ratio_of_steps
 Kind = Literal["emulated", "device", "trace", "host trace"]
 """Hollow kernels; device events around AITER's kernels; two traces with device work; two traces without."""
 ADMISSIBLE: frozenset[Kind] = frozenset({"device", "trace"})
+MAX_ALPHA = 0.05
+"""The laxest level at which an interval is taken for one."""
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,8 +74,15 @@ def judged(evidence: Evidence) -> Evidence:
     """The same evidence with ratio, interval, p-value and verdict of every comparison computed from its samples.
 
     Raises:
-        ValueError: samples that give no ratio.
+        ValueError: nothing compared, samples that give no ratio, or a level or margin that is none.
     """
+    if not evidence.compared:
+        raise ValueError("the evidence compares nothing")
+    if not (0 < evidence.alpha <= MAX_ALPHA and 0 <= evidence.margin < 1):
+        raise ValueError(
+            f"alpha {evidence.alpha:g} and margin {evidence.margin:g}: a level is above 0 and at most {MAX_ALPHA:g}, a "
+            "margin is a share"
+        )
     null = tuple(_judged(one, evidence) for one in evidence.null)
     compared = tuple(_judged(one, evidence) for one in evidence.compared)
     withheld = {_setting(one.name) for one in null if one.p_value is not None and _differs(one, evidence.alpha)}
@@ -98,7 +107,11 @@ def read_evidence(path: Path) -> Evidence:
         found = msgspec.json.decode(path.read_bytes(), type=Evidence)
     except msgspec.MsgspecError as error:
         raise ValueError(f"{path}: no evidence of `dsv32 bench step --out` or `dsv32 trace --out`: {error}") from error
-    for told, known in zip(_all(found), _all(judged(found)), strict=True):
+    try:
+        again = judged(found)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{path}: {error}; measure again") from error
+    for told, known in zip(_all(found), _all(again), strict=True):
         if not _same(told, known):
             raise ValueError(f"{path}: {told.name} is not what its samples give ({known.verdict}); measure again")
     return found
@@ -185,8 +198,8 @@ def _differs(one: Compared, alpha: float) -> bool:
 
 def _judged(one: Compared, evidence: Evidence) -> Compared:
     if evidence.kind in ("trace", "host trace"):
-        if len(one.a_s) != 1 or len(one.b_s) != 1 or not min(map(min, (*one.a_s, *one.b_s))) > 0:
-            raise ValueError(f"{one.name}: give one block of positive step times of each side")
+        if len(one.a_s) != 1 or len(one.b_s) != 1 or not all(0 < t < math.inf for t in (*one.a_s[0], *one.b_s[0])):
+            raise ValueError(f"{one.name}: give one block of positive, finite step times of each side")
         steps = ratio_of_steps(one.a_s[0], one.b_s[0], evidence.margin)
         return msgspec.structs.replace(
             one, ratio=steps.ratio, low=steps.low, high=steps.high, p_value=steps.p_value, verdict=steps.verdict

@@ -104,6 +104,8 @@ def _of_corpus(
 
 def _of_ledger(ledger: Ledger, judged: Judged) -> Verdict:
     counts = {"entries": len(ledger.failure), "covered_causes": len(judged.causes), "problems": len(judged.problems)}
+    if not ledger.failure:
+        return Verdict(check=LEDGER, status=Status.SKIPPED, summary="the ledger lists nothing", measured={**counts})
     status = Status.FAILED if judged.problems else Status.PASSED
     summary = "; ".join(judged.problems) or f"{len(ledger.failure)} entries, none expired, no unexpected pass"
     return Verdict(check=LEDGER, status=status, summary=summary, measured={**counts})
