@@ -228,6 +228,15 @@ def test_a_process_reports_as_the_command_does(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("arguments", [("doctor", "--json"), ("faults", "--list")])
+def test_a_reader_that_stops_is_no_verdict_and_no_error(arguments: tuple[str, ...]) -> None:
+    run = subprocess.Popen([*DSV32, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    assert run.stderr is not None
+    run.stdout.close()
+    assert (run.stderr.read(), run.wait()) == ("", 141)
+
+
 def test_unknown_option_of_a_command_is_usage(tmp_path: Path) -> None:
     assert "--nope" in dsv32("signoff", "--nope", cwd=tmp_path, code=2).stderr
 

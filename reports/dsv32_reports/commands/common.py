@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Annotated, NoReturn, ParamSpec
@@ -16,6 +18,9 @@ from dsv32_fuzz.verdict import Status
 from dsv32_reports.model import EXIT_INTERRUPTED, EXIT_USAGE
 
 P = ParamSpec("P")
+
+EXIT_CLOSED = 128 + signal.SIGPIPE
+"""Whoever read the output stopped reading, as `head` does."""
 
 EXIT_OF_STATUS = {Status.PASSED: 0, Status.FAILED: 1, Status.MISTRUSTED: 3, Status.SKIPPED: 3}
 
@@ -47,11 +52,15 @@ def command(function: Callable[P, int]) -> Callable[P, None]:
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             code = function(*args, **kwargs)
+            sys.stdout.flush()
         except KeyboardInterrupt:
             print("dsv32: interrupted", file=sys.stderr)
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except ValueError as error:
             fail(str(error))
+        except (BrokenPipeError, SystemExit):  # SystemExit is what rich makes of a broken pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has no reader
+            raise typer.Exit(EXIT_CLOSED) from None
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             fail(f"{where}{error.strerror}; free space or choose another place, then run the command again")
