@@ -49,6 +49,7 @@ SEED ?= $(shell date -u +%Y%m%d)
 nightly: $(VENV)/ready
 	@status=0; \
 	$(BIN)/python -m pytest -m nightly || status=$$?; \
+	if [ -n "$$DSV32_VLLM_DIR" ]; then $(BIN)/python -m pytest -m vllm || status=$$?; fi; \
 	$(BIN)/dsv32 fuzz --profile nightly --max-time $(MAX_TIME) --workers $(WORKERS) --seed $(SEED) \
 	  --corpus $(CORPUS) --ledger $(LEDGER) --out $(NIGHTS)/$(SEED) || status=$$?; \
 	$(BIN)/dsv32 bench plan || status=$$?; \

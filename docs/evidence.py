@@ -127,6 +127,18 @@ def large_trace() -> str:
     return f"`pytest -m nightly {test}` (exit {done.returncode})\n\n```\n" + "\n".join(figures) + "\n```\n"
 
 
+def large_checkpoint() -> str:
+    """The router of a layer whose bias lies in [6.817, 7.063], in a sparse file of 100 GB."""
+    sys.path.insert(0, str(ROOT / "tests" / "targets"))
+    from test_router_study import run_router, write_huge
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_huge(Path(folder) / "model.safetensors", 100)
+        done, peak = run_router(Path(folder))
+    text = f"{done.stdout.rstrip()}\npeak memory {peak / 2**10:.0f} MiB"
+    return f"`dsv32 router --checkpoint DIR` (exit {done.returncode})\n\n```\n{text}\n```\n"
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "Recorded plans": recorded_plans,
     "Recorded decodes": partial(run, "golden", str(DATA / "decodes")),
@@ -146,6 +158,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "Host time of a decode step": partial(run, "bench", "step", "--attribute"),
     "Self-test of the timing": partial(run, "bench", "selftest"),
     "A trace of 300 MB": large_trace,
+    "Router of a checkpoint of 100 GB": large_checkpoint,
 }
 HEAD = """# Evidence
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -49,6 +50,8 @@ def test_a_campaign_ends_with_a_verdict_and_a_corpus(campaign: Path) -> None:
     text = (campaign / "out.txt").read_text()
     assert text.startswith("FAILED  in-tree pr42982, evidence level: emulated")
     assert "new     key_sufficiency in chunked_prefill: step " in text
+    assert "\n        step 1: q=[" in text
+    assert re.search(r"\n        step 1: \d+ of \d+ rows lose keys of their own: ", text)
     result = json.loads((campaign / "run" / "result.json").read_text())
     assert result["status"] == "FAILED"
     assert result["crashes"] == 0

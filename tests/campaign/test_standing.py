@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from pathlib import Path
 
+import msgspec
 import pytest
 from campaign_world import number_case
 
@@ -16,6 +17,7 @@ from dsv32_fuzz.campaigns.result import CampaignResult, CheckLine, CorpusRun, Fa
 from dsv32_fuzz.campaigns.standing import assess
 from dsv32_fuzz.case import load_case, save_case
 from dsv32_fuzz.verdict import Status, Verdict
+from dsv32_reports.campaign_text import result_lines
 
 SUMMARY = "number 1002 is too large"
 CASE = number_case("even", 1002)
@@ -53,6 +55,13 @@ def night(*, found: bool, corpus_status: Status | None = None, file: str = "") -
         failures=[failure] if found else [],
         corpus=runs,
     )
+
+
+def test_the_text_names_the_release_and_the_rows_of_a_failure() -> None:
+    result = msgspec.structs.replace(night(found=True), target="vllm", release="0.24.0, commit 1a2b3c4d")
+    lines = result_lines(result, rows={cause_key("even", SUMMARY): ["step 1: 1 of 2 rows lose keys of their own: 0"]})
+    assert lines[0] == "FAILED  vllm 0.24.0, commit 1a2b3c4d, evidence level: emulated"
+    assert "        step 1: 1 of 2 rows lose keys of their own: 0" in lines
 
 
 def test_new_then_known_then_fixed_then_new_again(tmp_path: Path) -> None:

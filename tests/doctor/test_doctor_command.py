@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dsv32_fast.doctor import Gpu, examine
-from dsv32_fast.kernels.installed import find_aiter
+from dsv32_fast.kernels.installed import Installation, commit_of, find_aiter, find_vllm
 from dsv32_fast.kernels.signatures import FUNCTIONS, HOMES, signature
 from dsv32_reports.diagnosis import WRONG_AITER, doctor_exit_code, doctor_json, doctor_text
 
@@ -140,3 +141,32 @@ def test_examining_imports_nothing(site):
     amd_aiter(site)
     examine()
     assert "aiter" not in sys.modules
+
+
+def test_vllm_is_found_without_importing_it(site):
+    assert find_vllm().kind == "absent"
+    (site / "vllm").mkdir()
+    (site / "vllm" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    distribution(site, "vllm", "0.33.0+rocm700.gabc1234")
+    assert find_vllm() == Installation(
+        kind="vllm", root=site / "vllm", release="0.33.0+rocm700.gabc1234", commit="abc1234"
+    )
+
+
+def test_a_commit_is_read_from_wherever_it_is_recorded(site):
+    root = site / "vllm"
+    root.mkdir()
+    (root / "__init__.py").write_text("")
+    assert commit_of("vllm", root) is None
+    (root / "_version.py").write_text("__commit_id__ = commit_id = 'g1111111'\n")
+    assert commit_of("vllm", root) == "1111111"
+    distribution(site, "vllm", "0.33.0")
+    (site / "vllm-0.33.0.dist-info" / "direct_url.json").write_text('{"vcs_info": {"commit_id": "2222222"}}')
+    assert commit_of("vllm", root) == "2222222"
+    git = ["git", "-C", str(root), "-c", "user.name=n", "-c", "user.email=e"]
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "m"]):
+        subprocess.run([*git, *arguments], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    assert commit_of("vllm", root) == head
+    (root / "__init__.py").write_text("edited = True\n")
+    assert commit_of("vllm", root) == f"{head}-dirty"

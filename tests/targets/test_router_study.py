@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 import subprocess
@@ -179,25 +180,26 @@ def write_huge(path: Path, gigabytes: int) -> None:
         file.write(b"".join(data for _, data, _ in parts.values()))
 
 
-def test_a_checkpoint_of_100_gigabytes_is_read_in_little_memory(tmp_path: Path) -> None:
-    write_huge(tmp_path / "model.safetensors", 100)
+def run_router(folder: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], int]:
+    """`dsv32 router` in a process of its own, and its peak memory in kB."""
     command = (
         "import atexit, sys\n"
         "peak = lambda: next(line for line in open('/proc/self/status') if line.startswith('VmHWM'))\n"
         "atexit.register(lambda: print(peak(), file=sys.stderr))\n"
         "from dsv32_reports.cli import app; app()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", command, "router", "--checkpoint", str(tmp_path), "--tokens", "64", "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    arguments = [sys.executable, "-c", command, "router", "--checkpoint", str(folder), *options]
+    environment = {**os.environ, "COLUMNS": "120"}
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, env=environment)
+    # Not ru_maxrss: that starts from what the parent held when it forked.
+    peak = re.search(r"VmHWM:\s+(\d+) kB", done.stderr)
+    assert peak is not None, done.stderr
+    return done, int(peak[1])
+
+
+def test_a_checkpoint_of_100_gigabytes_is_read_in_little_memory(tmp_path: Path) -> None:
+    write_huge(tmp_path / "model.safetensors", 100)
+    done, peak = run_router(tmp_path, "--tokens", "64", "--json")
     assert done.returncode == 1, done.stderr
-    assert done.stdout, done.stderr
     assert json.loads(done.stdout)["layers"][0]["collapsed"]
-    peak = re.search(
-        r"VmHWM:\s+(\d+) kB", done.stderr
-    )  # not ru_maxrss: that starts from what the parent held when it forked
-    assert peak is not None
-    assert int(peak[1]) < 2 * 2**20
+    assert peak < 2 * 2**20

@@ -87,7 +87,8 @@ def fuzz_command(
     seconds = parse_duration(max_time) if max_time else _profile_seconds(profile)
     part, parts = parse_shard(shard)
     check_place(examples)
-    arguments = {name: text for name, text in (("path", vllm_path), ("python", target_python)) if text is not None}
+    path = str(Path(vllm_path).absolute()) if vllm_path is not None else None  # a resumed campaign may start elsewhere
+    arguments = {name: text for name, text in (("path", path), ("python", target_python)) if text is not None}
     subject = open_target(target, options, tuple(set_ or ()), **arguments)
     beside = ledger.parent if ledger else Path()
     spec = make_spec(
