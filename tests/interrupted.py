@@ -28,9 +28,11 @@ def fuzz_until(written: bytes, folder: Path, *arguments: str) -> Result:
 
     watcher = threading.Thread(target=interrupt)
     watcher.start()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what runs behind
     try:
         done = CliRunner().invoke(app, ["fuzz", *arguments, "--max-time", LONG, "--out", str(folder)])
     finally:
+        signal.signal(signal.SIGINT, before)
         ended.set()
         watcher.join()
     assert done.exit_code == EXIT_INTERRUPTED, done.output
