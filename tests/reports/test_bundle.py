@@ -130,6 +130,16 @@ def test_a_killed_run_keeps_its_whole_lines(bundle: Path) -> None:
     assert len(read_journal(bundle / JOURNAL)) == whole - 1
 
 
+@pytest.mark.parametrize(
+    ("old", "new"), [('"steps":1000,', ""), ('"steps":1000', '"steps":0'), ('"skip_rate":0.88', '"skip_rate":null')]
+)
+def test_a_journal_that_no_page_can_show_is_named(bundle: Path, old: str, new: str) -> None:
+    edit(bundle / JOURNAL, old, new)
+    remake_manifest(bundle)
+    (problem,) = verify(bundle)[0]
+    assert problem.startswith("events.jsonl: gives no report (")
+
+
 def test_a_journal_without_a_start_gives_no_report() -> None:
     with pytest.raises(ValueError, match="RunStarted"):
         fold(whole_run()[1:], "x")
@@ -141,6 +151,8 @@ def test_what_changed_since_the_last_go_is_told(tmp_path: Path) -> None:
     fingerprint = started().fingerprint | {"torch": "2.14.0"}
     now = whole_run(previous=previous, fingerprint=fingerprint, options_text="vllm026")
     report = fold(now, "now")
+    make_bundle(tmp_path / "now", now)
+    assert "Since pr47766-20260101-000000 (GO)" in (tmp_path / "now" / "report.html").read_text()
     assert report.previous is not None
     assert report.previous.digest == digest((tmp_path / "last" / MANIFEST).read_bytes())
     assert report.previous.changed == ["options: pr47766 -> vllm026", "torch: 2.13.0 -> 2.14.0"]
