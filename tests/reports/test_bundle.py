@@ -11,7 +11,8 @@ import msgspec
 import pytest
 from report_worlds import make_bundle, reached, started, whole_run
 
-from dsv32_fuzz.verdict import Status
+from dsv32_fuzz.events import VerdictReached
+from dsv32_fuzz.verdict import Status, Verdict
 from dsv32_reports.bundle import JOURNAL, MANIFEST, Manifest, digest, files_of, write_bundle
 from dsv32_reports.fold import fold
 from dsv32_reports.json_file import encode, read_journal
@@ -162,6 +163,17 @@ def test_an_edited_bundle_is_no_last_go(bundle: Path) -> None:
     edit(bundle / "report.html", "NO-GO", "GO")
     with pytest.raises(ValueError, match="does not verify"):
         previous_of(bundle)
+
+
+@pytest.mark.parametrize("worst", [float("inf"), float("nan")])
+def test_a_kernel_that_gives_nan_leaves_a_bundle_that_verifies(tmp_path: Path, worst: float) -> None:
+    verdict = Verdict(check="drift_forced", status=Status.PASSED, summary="s", measured={"worst_budget_used": worst})
+    odd = VerdictReached(phase="drift", scope="decode", verdict=verdict)
+    first, *rest = whole_run()
+    make_bundle(tmp_path / "run", [first, odd, *rest])
+    assert verify(tmp_path / "run")[0] == []
+    report = msgspec.json.decode((tmp_path / "run" / "report.json").read_bytes(), type=Report)
+    assert report.reason == "failed: Decode drift"
 
 
 def test_junit_counts_what_the_report_says(bundle: Path) -> None:
