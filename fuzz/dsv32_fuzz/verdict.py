@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import math
+import sys
 
 import msgspec
 
@@ -36,9 +38,16 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     summary: str
     """One line that a person understands without the source; for FAILED, the first violation."""
     measured: dict[str, float | int | str] = {}
-    """Numbers, by name; merged, integers are counts and add up, floats are worst values."""
+    """Numbers, by name; merged, integers are counts and add up, floats are worst values. A worst value that is infinite
+    or NaN is kept as the largest float: JSON has no other, and no limit admits it."""
     histograms: dict[str, list[int]] = {}
     """Counts per bin, by name; merged, they add up. `budget used: STAGE` has the bins of `dsv32_ref.bounds.EDGES`,
     `router margin: same choice` and `router margin: flipped` those of `MARGIN_EDGES`."""
     step: int = -1
     """Step of the first violation in the case that failed, -1 if there is none."""
+
+    def __post_init__(self) -> None:
+        odd = {n: v for n, v in self.measured.items() if isinstance(v, float) and not math.isfinite(v)}
+        if odd:
+            kept = self.measured | dict.fromkeys(odd, sys.float_info.max)
+            msgspec.structs.force_setattr(self, "measured", kept)

@@ -45,11 +45,13 @@ def read_counts(baseline: Path, candidate: Path) -> list[Counts]:
     """The tasks that both files hold.
 
     Raises:
-        ValueError: no result files of the harness, two kinds of file, or no task in common.
+        ValueError: no result files of the harness, two kinds of file, one file twice, or other tasks.
     """
     paired = baseline.suffix == ".jsonl", candidate.suffix == ".jsonl"
     if paired[0] != paired[1]:
         raise ValueError("give two results_*.json or two samples_*.jsonl files, not one of each")
+    if baseline.resolve() == candidate.resolve():
+        raise ValueError(f"{baseline} is given twice; give the baseline's file and the candidate's")
     found = [_paired(baseline, candidate)] if all(paired) else list(_unpaired(_load(baseline), _load(candidate)))
     if not found:
         raise ValueError(
@@ -133,7 +135,10 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _unpaired(baseline: dict[str, Any], candidate: dict[str, Any]) -> Iterator[Counts]:
-    for task in baseline["results"].keys() & candidate["results"].keys():
+    alone = sorted(baseline["results"].keys() ^ candidate["results"].keys())
+    if alone:
+        raise ValueError(f"only one of the two results has the task {alone[0]!r}; run both on the same tasks")
+    for task in baseline["results"]:
         ours, theirs = baseline["results"][task], candidate["results"][task]
         metric = next((name for name in METRICS if name in ours and name in theirs), "")
         sizes = [_samples(document, task) for document in (baseline, candidate)]
@@ -156,9 +161,10 @@ def _right(share: Any, trials: int) -> int:
 
 def _samples(document: dict[str, Any], task: str) -> int:
     try:
-        return int(document["n-samples"][task]["effective"])
-    except (KeyError, TypeError, ValueError):
+        samples = document["n-samples"][task]["effective"]
+    except (KeyError, TypeError):
         return 0
+    return samples if isinstance(samples, int) and 0 < samples <= MAX_BYTES else 0
 
 
 def _paired(baseline: Path, candidate: Path) -> Counts:
@@ -185,19 +191,27 @@ class _Sample(msgspec.Struct):
     exact_match: float = -1.0
     acc: float = -1.0
     filter: str = ""
+    doc_hash: str = ""
 
 
-def _answers(path: Path) -> dict[int, bool]:
-    """Right or wrong per document; of several filters of one document the first counts."""
-    answers: dict[int, bool] = {}
+def _answers(path: Path) -> dict[tuple[int, str, str], bool]:
+    """Right or wrong per document: its number, its text's hash and the filter. Only the file's first filter counts."""
+    answers: dict[tuple[int, str, str], bool] = {}
+    first: str | None = None
     try:
         with path.open("rb") as lines:
             for line in lines:
                 sample = msgspec.json.decode(line, type=_Sample)
                 score = max(sample.exact_match, sample.acc)
-                if score < 0:
-                    raise ValueError("a sample has neither exact_match nor acc")
-                answers.setdefault(sample.doc_id, score >= 0.5)
+                if not 0 <= score <= 1:
+                    raise ValueError("a sample has neither exact_match nor acc from 0 to 1")
+                first = sample.filter if first is None else first
+                if sample.filter != first:
+                    continue
+                document = sample.doc_id, sample.doc_hash, sample.filter
+                if document in answers:
+                    raise ValueError(f"document {sample.doc_id} occurs twice")
+                answers[document] = score >= 0.5
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror}); give a samples_*.jsonl") from error
     except (ValueError, RecursionError) as error:

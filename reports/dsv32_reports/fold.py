@@ -28,10 +28,21 @@ from dsv32_fuzz.search.coverage import EVENTS, LENGTHS, Coverage, merge_coverage
 from dsv32_fuzz.verdict import Status
 from dsv32_reports.gates import by_traffic, decide, make_gates, not_judged
 from dsv32_reports.given import verdicts as given_verdicts
-from dsv32_reports.model import Covered, Finding, Given, Previous, Report, Sequences
-from dsv32_reports.policy import policy_of
+from dsv32_reports.model import Covered, Finding, Given, Outcome, Previous, Report, Sequences
+from dsv32_reports.policy import Policy, policy_of
 from dsv32_reports.statistics import failure_rate_upper_bound
 from dsv32_reports.wording import replay_command
+
+
+class Then(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of the sign-off before, as `RunStarted.previous`."""
+
+    id: str
+    outcome: Outcome
+    options_text: str
+    policy: Policy
+    fingerprint: dict[str, str]
+    digest: str
 
 
 @dataclass
@@ -220,19 +231,18 @@ def _sequences(checked: SequencesChecked | None) -> Sequences | None:
 
 def _previous(started: RunStarted) -> Previous | None:
     """What changed since the sign-off that was given for comparison."""
-    then = started.previous
-    if then is None:
+    if started.previous is None:
         return None
-    before = {"options": then["options_text"], **_policy_fields(then["policy"]), **then["fingerprint"]}
-    now = {"options": started.options_text, **_policy_fields(started.policy), **started.fingerprint}
+    then = msgspec.convert(started.previous, Then)
+    before = {"options": then.options_text, **_policy_fields(then.policy), **then.fingerprint}
+    now = {"options": started.options_text, **_policy_fields(policy_of(started.policy)), **started.fingerprint}
     changed = [
         f"{name}: {before.get(name, 'unknown')} -> {now.get(name, 'unknown')}"
         for name in dict.fromkeys([*before, *now])
         if before.get(name) != now.get(name)
     ]
-    return Previous(id=then["id"], outcome=then["outcome"], digest=then["digest"], changed=changed)
+    return Previous(id=then.id, outcome=then.outcome, digest=then.digest, changed=changed)
 
 
-def _policy_fields(fields: dict[str, Any]) -> dict[str, object]:
-    policy = msgspec.to_builtins(policy_of(fields))
-    return {f"policy {name}": value for name, value in policy.items()}
+def _policy_fields(policy: Policy) -> dict[str, object]:
+    return {f"policy {name}": value for name, value in msgspec.to_builtins(policy).items()}

@@ -17,7 +17,7 @@ import msgspec
 from scipy.stats import binomtest, norm
 
 from dsv32_fuzz.events import EvidenceGiven, VerdictReached
-from dsv32_fuzz.latency.evidence import ADMISSIBLE, Evidence, judged, read_evidence
+from dsv32_fuzz.latency.evidence import ADMISSIBLE, Compared, Evidence, judged, read_evidence
 from dsv32_fuzz.router_study.study import LayerReport
 from dsv32_ref.config import Config
 from dsv32_reports.accuracy import Counts, non_inferiority, read_counts
@@ -90,6 +90,8 @@ def latency_given(path: Path) -> EvidenceGiven:
         raise ValueError(
             f"{path}: {found.kind} times say nothing of a GPU; give traces with device work, or a GPU's times"
         )
+    if not found.steps:
+        raise ValueError(f"{path}: it compares no whole step; give what dsv32 bench step --out writes of one")
     return _given("latency", (path,), msgspec.to_builtins(found))
 
 
@@ -199,7 +201,14 @@ def _latency(document: dict[str, Any], policy: Policy) -> Iterator[Statistic]:
     limit = limit_of("latency", policy)
     assert limit is not None
     evidence = judged(msgspec.convert(document, Evidence))
-    one = evidence.compared[0]
+    if not evidence.steps:
+        raise ValueError("evidence of latency that compares no whole step")
+    for one in evidence.steps:
+        yield _of_step(one, evidence, limit)
+
+
+def _of_step(one: Compared, evidence: Evidence, limit: float) -> Statistic:
+    """One question per whole step that was timed: is it slower than the limit?"""
     told = f"{one.name}, after / before = {one.ratio:.4f} ({evidence.kind}: {evidence.measured})"
     measured: dict[str, float | int | str] = {"ratio": one.ratio}
     untold, p_within = "", 1.0
@@ -209,13 +218,15 @@ def _latency(document: dict[str, Any], policy: Policy) -> Iterator[Statistic]:
         untold = "the evidence is incomplete: a run was interrupted, or a trace is damaged"
     elif one.low is None or one.high is None:
         untold = "too few steps for an interval"
+    elif evidence.kind == "device" and one.setting not in {null.setting for null in evidence.null}:
+        untold = "the same thing was not timed twice, so the noise is unknown"
     elif any(null.verdict in ("faster", "slower") for null in evidence.null):
         untold = "the same thing timed twice differs, so no difference can be told"
     else:
         measured |= {"ratio_low": one.low, "ratio_high": one.high, "slowdown_at_most": one.high - 1}
         told += f", 99 % interval [{one.low:.4f}, {one.high:.4f}]"
         p_within = _p_ratio(one.ratio, one.low, one.high, 1 + limit, evidence.alpha)
-    yield Statistic(
+    return Statistic(
         check="latency",
         scope=one.name,
         told=told,

@@ -6,13 +6,12 @@ from xml.etree import ElementTree as ET
 
 from dsv32_fuzz.verdict import Status
 from dsv32_reports.model import Gate, Report
-
-_CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in range(32) if code not in (9, 10, 13)}
+from dsv32_reports.wording import printable
 
 
 def junit_xml(report: Report) -> bytes:
     """FAILED is a failure, MISTRUSTED an error, SKIPPED skipped; times belong to the run, not to a scope."""
-    root = ET.Element("testsuites", name=f"dsv32 sign-off {_clean(report.id)}", time=str(report.seconds))
+    root = ET.Element("testsuites", name=f"dsv32 sign-off {printable(report.id)}", time=str(report.seconds))
     for gate in report.gates:
         root.append(_suite(gate))
     root.append(_outcome(report))
@@ -24,10 +23,10 @@ def junit_xml(report: Report) -> bytes:
 
 
 def _suite(gate: Gate) -> ET.Element:
-    suite = ET.Element("testsuite", name=_clean(gate.title))
+    suite = ET.Element("testsuite", name=printable(gate.title))
     suite.attrib.update({name: str(value) for name, value in _counts([line.status for line in gate.lines]).items()})
     for line in gate.lines:
-        test = ET.SubElement(suite, "testcase", classname=f"dsv32.{_clean(gate.name)}", name=_clean(line.scope))
+        test = ET.SubElement(suite, "testcase", classname=f"dsv32.{printable(gate.name)}", name=printable(line.scope))
         _result(test, line.status, line.summary)
     return suite
 
@@ -53,9 +52,4 @@ def _counts(statuses: list[Status]) -> dict[str, int]:
 def _result(test: ET.Element, status: Status, summary: str) -> None:
     kind = {Status.FAILED: "failure", Status.MISTRUSTED: "error", Status.SKIPPED: "skipped"}.get(status)
     if kind:
-        ET.SubElement(test, kind, message=_clean(summary), type=status.value)
-
-
-def _clean(text: str) -> str:
-    """Without the control characters that XML cannot hold."""
-    return text.translate(_CONTROL)
+        ET.SubElement(test, kind, message=printable(summary), type=status.value)

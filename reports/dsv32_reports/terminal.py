@@ -14,7 +14,7 @@ from dsv32_fuzz.events import CounterexampleFound, Event, PhaseStarted, RunFinis
 from dsv32_fuzz.events import Progress as ProgressEvent
 from dsv32_fuzz.verdict import Status
 from dsv32_reports.model import Finding, Gate, Outcome, Report
-from dsv32_reports.wording import headline, sentence
+from dsv32_reports.wording import headline, printable, sentence
 
 STYLES = {Status.PASSED: "green", Status.FAILED: "red", Status.MISTRUSTED: "yellow", Status.SKIPPED: "dim"}
 OUTCOME_STYLES = {Outcome.GO: "bold green", Outcome.NO_GO: "bold red", Outcome.INCONCLUSIVE: "bold yellow"}
@@ -60,12 +60,12 @@ class ProgressListener:
 
 
 def print_report(report: Report, folder: Path, digest: str, console: Console, *, quiet: bool = False) -> None:
-    """Verdict and path first, then the gates, the counterexamples, the skip rates and what was not judged."""
+    """Verdict and path first, then the gates with what was not judged, the counterexamples and the skip rates."""
     no_gpu = " (CPU, no MI355X)" if report.evidence == "emulated" else ""
     console.print(
         Text.assemble(
             (report.outcome.value, OUTCOME_STYLES[report.outcome]),
-            f"  {headline(report)}\n{sentence(report.reason)}\n",
+            f"  {printable(headline(report))}\n{printable(sentence(report.reason))}\n",
             f"evidence level: {report.evidence}{no_gpu}\n",
             f"report: {folder / 'report.html'}",
         ),
@@ -96,17 +96,16 @@ def print_report(report: Report, folder: Path, digest: str, console: Console, *,
         console.print(_skip_table(report))
     for row in report.tables.get("short_contexts", []):
         _say(console, str(row["text"]))
-    console.print("\nNot judged:", style="bold")
-    for text in report.not_judged:
-        _say(console, f"- {text}")
 
 
 def _status_line(console: Console, status: Status, text: str, indent: str = "") -> None:
-    console.print(Text.assemble(indent, (f"{status.value:<10}", STYLES[status]), f"  {text}"), soft_wrap=True)
+    console.print(
+        Text.assemble(indent, (f"{status.value:<10}", STYLES[status]), f"  {printable(text)}"), soft_wrap=True
+    )
 
 
 def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_gate(gate: Gate, console: Console) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from dsv32_fuzz.case import load_case
 from dsv32_reports.bundle import JOURNAL, MANIFEST, Manifest, digest, files_of, pages
 from dsv32_reports.fingerprint import fingerprint
-from dsv32_reports.fold import Evidence, make_report
+from dsv32_reports.fold import Evidence, Then, make_report
 from dsv32_reports.json_file import read_journal
 from dsv32_reports.model import Report
 
@@ -46,6 +46,8 @@ def verify(folder: Path, expected: str = "") -> tuple[list[str], str]:
         problems += _against_journal(folder)
     except (ValueError, OSError) as error:
         problems.append(str(error))
+    except Exception as error:  # rows of tables and measurements are free text: an edit can break any page
+        problems.append(f"{JOURNAL}: gives no report ({type(error).__name__}: {error}); the journal was changed")
     return list(dict.fromkeys(problems)), found
 
 
@@ -68,14 +70,16 @@ def previous_of(folder: Path) -> dict[str, Any]:
         ValueError: no bundle, or one that does not verify.
     """
     report, found = verified_report(folder)
-    return {
-        "id": report.id,
-        "outcome": report.outcome.value,
-        "options_text": report.options_text,
-        "policy": msgspec.to_builtins(report.policy),
-        "fingerprint": report.fingerprint,
-        "digest": found,
-    }
+    then = Then(
+        id=report.id,
+        outcome=report.outcome,
+        options_text=report.options_text,
+        policy=report.policy,
+        fingerprint=report.fingerprint,
+        digest=found,
+    )
+    kept: dict[str, Any] = msgspec.to_builtins(then)
+    return kept
 
 
 def _against_manifest(folder: Path) -> tuple[list[str], str]:

@@ -11,6 +11,13 @@ from dsv32_reports.gates import SCOPE_TITLES
 from dsv32_reports.model import Finding, Outcome, Report
 from dsv32_reports.policy import Policy
 
+_CONTROL = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}")
+
+
+def printable(text: str) -> str:
+    """The text without control characters, with which a name or a reason could rewrite what a terminal or XML shows."""
+    return text.translate(_CONTROL)
+
 
 def headline(report: Report) -> str:
     """The outcome as one sentence for the person who decides."""

@@ -91,3 +91,38 @@ def test_bad_files_are_one_line(tmp_path: Path) -> None:
         read_counts(samples(tmp_path / "s.jsonl", [1], "bleu"), samples(tmp_path / "t.jsonl", [1], "bleu"))
     with pytest.raises(ValueError, match="above 0"):
         non_inferiority(unpaired(1, 1), 0.0)
+
+
+def lines(path: Path, *found: dict[str, object]) -> Path:
+    path.write_text("".join(json.dumps(sample) + "\n" for sample in found))
+    return path
+
+
+def test_answers_that_are_no_pairs_are_refused(tmp_path: Path) -> None:
+    one = {"doc_id": 0, "exact_match": 1.0, "doc_hash": "a", "filter": "strict-match"}
+    good = lines(tmp_path / "a.jsonl", one, one | {"filter": "flexible-extract", "exact_match": 0.0})
+    (counts,) = read_counts(good, lines(tmp_path / "b.jsonl", one))
+    assert (counts.baseline, counts.baseline_trials) == (1, 1)
+    for other, told in (
+        ([one | {"doc_hash": "b"}], "differ in 2 documents"),
+        ([one | {"filter": "flexible-extract"}], "differ in 2 documents"),
+        ([one, one], "document 0 occurs twice"),
+        ([one | {"exact_match": 7.0}], "from 0 to 1"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            read_counts(good, lines(tmp_path / "c.jsonl", *other))
+
+
+def test_one_file_twice_or_a_task_left_out_is_refused(tmp_path: Path) -> None:
+    good = results(tmp_path / "a.json", 0.9)
+    (tmp_path / "link.json").symlink_to(good)
+    with pytest.raises(ValueError, match="is given twice"):
+        read_counts(good, tmp_path / "link.json")
+    both = json.loads(good.read_text())
+    both["results"]["mmlu"] = {"acc,none": 0.2}
+    (tmp_path / "b.json").write_text(json.dumps(both))
+    with pytest.raises(ValueError, match="only one of the two results has the task 'mmlu'"):
+        read_counts(tmp_path / "b.json", good)
+    for n in (0, -5, "1319", 1e300, 10**30):
+        with pytest.raises(ValueError, match="in common"):
+            read_counts(good, results(tmp_path / "c.json", 0.9, n=n))

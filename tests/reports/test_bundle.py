@@ -11,7 +11,8 @@ import msgspec
 import pytest
 from report_worlds import make_bundle, reached, started, whole_run
 
-from dsv32_fuzz.verdict import Status
+from dsv32_fuzz.events import VerdictReached
+from dsv32_fuzz.verdict import Status, Verdict
 from dsv32_reports.bundle import JOURNAL, MANIFEST, Manifest, digest, files_of, write_bundle
 from dsv32_reports.fold import fold
 from dsv32_reports.json_file import encode, read_journal
@@ -130,6 +131,16 @@ def test_a_killed_run_keeps_its_whole_lines(bundle: Path) -> None:
     assert len(read_journal(bundle / JOURNAL)) == whole - 1
 
 
+@pytest.mark.parametrize(
+    ("old", "new"), [('"steps":1000,', ""), ('"steps":1000', '"steps":0'), ('"skip_rate":0.88', '"skip_rate":null')]
+)
+def test_a_journal_that_no_page_can_show_is_named(bundle: Path, old: str, new: str) -> None:
+    edit(bundle / JOURNAL, old, new)
+    remake_manifest(bundle)
+    (problem,) = verify(bundle)[0]
+    assert problem.startswith("events.jsonl: gives no report (")
+
+
 def test_a_journal_without_a_start_gives_no_report() -> None:
     with pytest.raises(ValueError, match="RunStarted"):
         fold(whole_run()[1:], "x")
@@ -141,6 +152,8 @@ def test_what_changed_since_the_last_go_is_told(tmp_path: Path) -> None:
     fingerprint = started().fingerprint | {"torch": "2.14.0"}
     now = whole_run(previous=previous, fingerprint=fingerprint, options_text="vllm026")
     report = fold(now, "now")
+    make_bundle(tmp_path / "now", now)
+    assert "Since pr47766-20260101-000000 (GO)" in (tmp_path / "now" / "report.html").read_text()
     assert report.previous is not None
     assert report.previous.digest == digest((tmp_path / "last" / MANIFEST).read_bytes())
     assert report.previous.changed == ["options: pr47766 -> vllm026", "torch: 2.13.0 -> 2.14.0"]
@@ -150,6 +163,17 @@ def test_an_edited_bundle_is_no_last_go(bundle: Path) -> None:
     edit(bundle / "report.html", "NO-GO", "GO")
     with pytest.raises(ValueError, match="does not verify"):
         previous_of(bundle)
+
+
+@pytest.mark.parametrize("worst", [float("inf"), float("nan")])
+def test_a_kernel_that_gives_nan_leaves_a_bundle_that_verifies(tmp_path: Path, worst: float) -> None:
+    verdict = Verdict(check="drift_forced", status=Status.PASSED, summary="s", measured={"worst_budget_used": worst})
+    odd = VerdictReached(phase="drift", scope="decode", verdict=verdict)
+    first, *rest = whole_run()
+    make_bundle(tmp_path / "run", [first, odd, *rest])
+    assert verify(tmp_path / "run")[0] == []
+    report = msgspec.json.decode((tmp_path / "run" / "report.json").read_bytes(), type=Report)
+    assert report.reason == "failed: Decode drift"
 
 
 def test_junit_counts_what_the_report_says(bundle: Path) -> None:

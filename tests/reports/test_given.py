@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from report_worlds import given, make_bundle, router_study, trace_evidence, whole_run
 
 from dsv32_fuzz.events import Event, EvidenceGiven
+from dsv32_fuzz.latency.evidence import Compared, Evidence
+from dsv32_fuzz.latency.evidence import judged as judged_times
 from dsv32_fuzz.router_study.gates import Gate as StudiedGate
 from dsv32_fuzz.router_study.study import study_layer
 from dsv32_fuzz.verdict import Status
@@ -116,6 +119,30 @@ def test_evidence_of_latency_that_could_pass_anything_is_refused(
     (tmp_path / "times.json").write_bytes(msgspec.json.encode(evidence))
     with pytest.raises(ValueError, match=told):
         latency_given(tmp_path / "times.json")
+
+
+def timed(name: str, ratio: float, seed: int) -> Compared:
+    rng = np.random.default_rng(seed)
+    a, b = (tuple(map(tuple, rng.normal(mean, 0.005, (25, 3)).tolist())) for mean in (1.0, ratio))
+    return Compared(name=name, verdict="cannot tell", ratio=1.0, low=None, high=None, p_value=None, a_s=a, b_s=b)
+
+
+def test_every_batch_size_of_a_bench_is_judged() -> None:
+    same = tuple(timed(f"batch {batch}, whole: A/A", 1.0, batch) for batch in (1, 64))
+    steps = timed("batch 1, whole: all", 0.9, 2), timed("batch 64, whole: all", 1.1, 3)
+    part = timed("batch 1, whole: bias last", 1.1, 4)
+    bench = Evidence(kind="device", complete=True, measured="m", margin=0.01, null=same, compared=(*steps, part))
+    report, gates = judged(given("latency", msgspec.to_builtins(judged_times(bench))))
+    assert [line.status for line in gates["latency"].lines] == [Status.PASSED, Status.FAILED]
+    assert report.outcome is Outcome.NO_GO
+    with pytest.raises(ValueError, match="no whole step"):
+        judged(given("latency", msgspec.to_builtins(msgspec.structs.replace(bench, compared=(part,)))))
+    alone = msgspec.structs.replace(bench, null=same[1:], compared=steps[:1])
+    _, gates = judged(given("latency", msgspec.to_builtins(alone)))
+    assert "not timed twice" in gates["latency"].lines[0].summary
+    (one,) = trace_evidence(41.0, 40.0).compared
+    with pytest.raises(ValueError, match="the very same times"):
+        judged(latency(41.0, 40.0, compared=(msgspec.structs.replace(one, b_s=one.a_s),)))
 
 
 @pytest.mark.parametrize("time", ["0", "-1.0", "1e999", "NaN", "null"])

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 from report_worlds import counterexample, everything, given, reached, router_study, started
+from typer.testing import CliRunner
 
 from dsv32_fast.options import PRESETS
 from dsv32_fuzz.events import Event, PhaseFinished, PhaseStarted, RunFinished, RunStarted
 from dsv32_fuzz.targets.intree import InTreeTarget
 from dsv32_reports.bundle import JOURNAL, MANIFEST, write_bundle
+from dsv32_reports.cli import app
 from dsv32_reports.fingerprint import DEVICE_STATE, fingerprint
 from dsv32_reports.fold import fold, make_report
 from dsv32_reports.interrupt import Interrupts
@@ -110,3 +112,12 @@ def test_two_signoffs_in_one_folder(tmp_path: Path) -> None:
     collect(second(), folder, [], Interrupts())
     with pytest.raises(ValueError, match="is not empty"):
         prepare_folder(folder)
+
+
+@pytest.mark.parametrize("option", ["--policy=other.toml", "--seed=1", "--options=pr42982", "--approver=me"])
+def test_a_resumed_run_takes_no_other_options(tmp_path: Path, option: str) -> None:
+    folder = stopped(tmp_path / "run", FIRST)
+    done = CliRunner().invoke(app, ["signoff", "--resume", str(folder), option])
+    assert done.exit_code == 2
+    assert f"{option.partition('=')[0]} cannot change what --resume goes on with; leave it out" in done.stderr
+    assert read_journal(folder / JOURNAL) == FIRST

@@ -22,6 +22,9 @@ from dsv32_fuzz.traces.compare import Claim, TraceComparison, ratio_of_steps
 Kind = Literal["emulated", "device", "trace", "host trace"]
 """Hollow kernels; device events around AITER's kernels; two traces with device work; two traces without."""
 ADMISSIBLE: frozenset[Kind] = frozenset({"device", "trace"})
+STEP, WHOLE = "decode step", ", whole: all"
+"""Name of the comparison of two traces; how that of a bench ends if it is of the whole step, all changes against none.
+"""
 MAX_ALPHA = 0.05
 """The laxest level at which an interval is taken for one."""
 
@@ -41,6 +44,11 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Seconds: blocks of pairs; of a trace one block, the consecutive steps' durations."""
     b_s: Blocks
 
+    @property
+    def setting(self) -> str:
+        """What was timed, without what it was compared with."""
+        return self.name.partition(":")[0]
+
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The file."""
@@ -57,7 +65,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     null: tuple[Compared, ...] = ()
     """A/A comparisons of the same run; those that differ withhold the verdicts."""
     compared: tuple[Compared, ...]
-    """The step itself first."""
+    """Whole steps first."""
     claims: tuple[Claim, ...] = ()
     device: tuple[dict[str, str], ...] = ()
     """Clocks and power, in order of time."""
@@ -68,6 +76,11 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def admissible(self) -> bool:
         """Whether a gate on latency may use it."""
         return self.complete and self.kind in ADMISSIBLE
+
+    @property
+    def steps(self) -> tuple[Compared, ...]:
+        """Every comparison of a whole step with all changes: of a bench one per batch size, of traces one."""
+        return tuple(one for one in self.compared if one.name == STEP or one.name.endswith(WHOLE))
 
 
 def judged(evidence: Evidence) -> Evidence:
@@ -85,13 +98,12 @@ def judged(evidence: Evidence) -> Evidence:
         )
     null = tuple(_judged(one, evidence) for one in evidence.null)
     compared = tuple(_judged(one, evidence) for one in evidence.compared)
-    withheld = {_setting(one.name) for one in null if one.p_value is not None and _differs(one, evidence.alpha)}
+    withheld = {one.setting for one in null if one.p_value is not None and _differs(one, evidence.alpha)}
     return msgspec.structs.replace(
         evidence,
         null=null,
         compared=tuple(
-            msgspec.structs.replace(one, verdict="cannot tell") if _setting(one.name) in withheld else one
-            for one in compared
+            msgspec.structs.replace(one, verdict="cannot tell") if one.setting in withheld else one for one in compared
         ),
     )
 
@@ -151,7 +163,7 @@ def of_traces(found: TraceComparison) -> Evidence:
     """What `dsv32 trace` compared."""
     a, b = (tuple(ms / 1e3 for ms in table.period_ms) for table in (found.before, found.after))
     step = Compared(
-        name="decode step",
+        name=STEP,
         verdict=found.verdict,
         ratio=found.ratio,
         low=found.ratio_low,
@@ -186,10 +198,6 @@ def _of_timed(timed: Timed, timings: Timings) -> Compared:
     )
 
 
-def _setting(name: str) -> str:
-    return name.partition(":")[0]
-
-
 def _differs(one: Compared, alpha: float) -> bool:
     if one.p_value is None or one.low is None or one.high is None:
         return False
@@ -197,6 +205,8 @@ def _differs(one: Compared, alpha: float) -> bool:
 
 
 def _judged(one: Compared, evidence: Evidence) -> Compared:
+    if one.a_s == one.b_s:
+        raise ValueError(f"{one.name}: both sides have the very same times; give two measurements")
     if evidence.kind in ("trace", "host trace"):
         if len(one.a_s) != 1 or len(one.b_s) != 1 or not all(0 < t < math.inf for t in (*one.a_s[0], *one.b_s[0])):
             raise ValueError(f"{one.name}: give one block of positive, finite step times of each side")

@@ -35,6 +35,7 @@ from dsv32_reports.verify import previous_of
 
 @command
 def signoff(
+    context: typer.Context,
     options: Annotated[
         str | None,
         typer.Option("--options", help=f"Options of the in-tree path: {', '.join(PRESETS)}; default pr47766."),
@@ -90,6 +91,7 @@ def signoff(
     """
     torch.set_num_threads(1)  # the tensors are small: more threads only wait for each other
     if resume:
+        _only_resumes(context)
         return _run(*_resumed(resume, target_name, vllm_path, target_python), quiet=quiet, json=json)
     if profile not in PROFILES:
         raise ValueError(f"unknown profile {profile!r}; choose one of {', '.join(PROFILES)}")
@@ -110,6 +112,18 @@ def signoff(
     signoff_run.prepare_folder(folder)
     events = signoff_run.run(started, campaign(target, PROFILES[profile], run_seed=seed, known=known), given)
     return _run(folder, events, (), quiet=quiet, json=json)
+
+
+RESUMING = frozenset({"resume", "target_name", "vllm_path", "target_python", "quiet", "json"})
+
+
+def _only_resumes(context: typer.Context) -> None:
+    """A run that goes on keeps its own options, policy and evidence: another one on the command line is an error."""
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if name not in RESUMING and source is not None and source.name == "COMMANDLINE":
+            raise ValueError(f"{parameter.opts[0]} cannot change what --resume goes on with; leave it out")
 
 
 Events = Generator[Event, None, None]

@@ -10,6 +10,7 @@ import typer
 
 from dsv32_reports.commands.common import Json, command
 from dsv32_reports.verify import verify as verify_bundle
+from dsv32_reports.wording import printable
 
 
 @command
@@ -31,7 +32,7 @@ def verify(
         print(msgspec.json.encode({"bundle": str(bundle), "digest": found, "problems": problems}).decode())
         return int(bool(problems))
     for problem in problems:
-        print(f"CHANGED {problem}")
+        print(f"CHANGED {printable(problem)}")
     if not problems:
         known = "the digest is the given one" if digest else "keep the digest elsewhere to see any later edit"
         print(f"VERIFIED {bundle}: files and verdict are what the journal gives; {known}\n{found}")
