@@ -57,6 +57,8 @@ def write_bundle(report: Report, folder: Path) -> str:
 
 
 def files_of(folder: Path) -> list[str]:
-    """Paths of every file in a bundle but the manifest, relative to it, sorted."""
-    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() or path.is_symlink())
+    """Paths of all that is in a bundle but the manifest and true folders, relative to it, sorted."""
+    found = (
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()
+    )
     return sorted(name for name in found if name != MANIFEST)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,14 +103,11 @@ def opened(path: Path) -> Iterator[History]:
         ValueError: the file is no history, or cannot be written.
     """
     try:
-        database = sqlite3.connect(path)
-        database.executescript(_SCHEMA)
+        with closing(sqlite3.connect(path)) as database:
+            database.executescript(_SCHEMA)
+            yield History(database)
     except sqlite3.Error as error:
         raise ValueError(f"{path}: no history ({error}); give another file with --db") from error
-    try:
-        yield History(database)
-    finally:
-        database.close()
 
 
 def figures(report: Report) -> dict[str, float]:

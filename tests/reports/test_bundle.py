@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +74,7 @@ EDITS: dict[str, tuple[Callable[[Path], object], str]] = {
     "the journal removed": (lambda b: (b / JOURNAL).unlink(), JOURNAL),
     "the manifest removed": (lambda b: (b / MANIFEST).unlink(), MANIFEST),
     "a file added": (lambda b: (b / "cases/more.json").write_text("{}"), "cases/more.json"),
+    "an event twice": (lambda b: (b / JOURNAL).write_bytes((b / JOURNAL).read_bytes() * 2), JOURNAL),
     "a link": (lambda b: link_away(b / "report.html"), "report.html"),
     "the manifest": (lambda b: edit(b / MANIFEST, "sha256:", "sha256:0"), ""),
     "no JSON": (lambda b: (b / "report.json").write_text("{"), "report.json"),
@@ -82,6 +84,14 @@ EDITS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 def test_an_untouched_bundle_verifies(bundle: Path) -> None:
     assert verify(bundle) == ([], digest((bundle / MANIFEST).read_bytes()))
+
+
+def test_what_is_no_file_is_named(bundle: Path) -> None:
+    os.mkfifo(bundle / "cases" / "pipe")
+    assert verify(bundle)[0] == ["cases/pipe: not in the manifest", "cases/pipe: no file of a sign-off"]
+    (bundle / "cases" / "pipe").unlink()
+    link_away(bundle / "cases")
+    assert "cases: not in the manifest" in verify(bundle)[0]
 
 
 @pytest.mark.parametrize("name", EDITS)

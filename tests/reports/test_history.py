@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,13 @@ def test_a_file_that_is_no_history_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("no database, however long it is, will it ever be one" * 10)
     with pytest.raises(ValueError, match="no history"), opened(tmp_path / "x"):
         pass
+
+
+def test_a_file_with_another_table_of_that_name_is_an_error(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "x") as database:
+        database.execute("CREATE TABLE signoff (x)")
+    with pytest.raises(ValueError, match="no history"), opened(tmp_path / "x") as history:
+        history.add(fold(whole_run(), "run"), "sha256:1")
 
 
 def test_the_history_page_escapes(tmp_path: Path) -> None:
