@@ -121,3 +121,11 @@ def test_a_resumed_run_takes_no_other_options(tmp_path: Path, option: str) -> No
     assert done.exit_code == 2
     assert f"{option.partition('=')[0]} cannot change what --resume goes on with; leave it out" in done.stderr
     assert read_journal(folder / JOURNAL) == FIRST
+
+
+def test_an_approver_that_no_report_can_show_is_refused(tmp_path: Path) -> None:
+    for name in ("\udcff", "\x1b[2J", "a\nb"):
+        done = CliRunner().invoke(app, ["signoff", "--out", str(tmp_path / "run"), "--approver", name])
+        assert done.exit_code == 2
+        assert "--approver holds characters that no report can show" in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -95,6 +95,8 @@ def signoff(
         return _run(*_resumed(resume, target_name, vllm_path, target_python), quiet=quiet, json=json)
     if profile not in PROFILES:
         raise ValueError(f"unknown profile {profile!r}; choose one of {', '.join(PROFILES)}")
+    if not approver.isprintable():
+        raise ValueError("--approver holds characters that no report can show; write the name as UTF-8 in one line")
     target = open_target(target_name, options, tuple(set_ or ()), path=vllm_path, python=target_python)
     rules = load_policy(policy, gate_names(), tuple(FIGURES)) if policy else DEFAULT
     if accuracy_margin is not None:
