@@ -173,7 +173,7 @@ def test_the_claims_on_a_trace_that_fulfils_them(tmp_path: Path) -> None:
 
 
 def test_few_steps_give_evidence_without_an_interval(tmp_path: Path) -> None:
-    traces = [device_trace(tmp_path / f"{name}.json", 1, set(), steps=10) for name in ("a", "b")]
+    traces = [device_trace(tmp_path / f"{period}.json", 1, set(), steps=10, period=period) for period in (4e4, 4.1e4)]
     out = tmp_path / "evidence.json"
     done = CliRunner().invoke(app, ["trace", *map(str, traces), "--out", str(out)])
     assert done.exit_code != 0
