@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from dsv32_reports.terminal import Output
 
 LINE_EVERY = 30.0
 """Seconds between lines where there is no terminal."""
@@ -18,7 +19,7 @@ Advance = Callable[[int, str], None]
 @contextmanager
 def bar(title: str, total: int, done: int = 0) -> Iterator[Advance]:
     """Shows how many of `total` are done, of which `done` were before."""
-    console = Console(stderr=True)
+    console = Output(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
     times = (TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal) as bars:

@@ -93,7 +93,7 @@ def _failure_lines(failure: Failure, target: str, rows: list[str]) -> list[str]:
     if failure.also_fails:
         lines.append(f"        also fails: {', '.join(failure.also_fails)}")
     case = case_in(failure.case)
-    lines += [f"        {line}" for line in [*(shown_case(case)[:8] if case else []), *rows]]
+    lines += [f"        {line}" for line in [*(shown_case(case) if case else []), *rows]]
     if failure.reference:
         lines.append(f"        {failure.reference}")
     if failure.file:

@@ -32,8 +32,7 @@ Start with `dsv32 signoff`: it checks the path on the CPU emulation and writes a
 saved as a case; `dsv32 replay FILE` shows it again, with the same options or others.
 
 Exit codes of every command: 0 GO or clean; 1 NO-GO or a finding; 2 usage or bad input; 3 INCONCLUSIVE (nothing was
-compared, a check is MISTRUSTED, required evidence is missing); 130 interrupted; 141
-whoever read the output stopped.
+compared, a check is MISTRUSTED, required evidence is missing); 130 interrupted; 141 the reader of the output stopped.
 """
 
 app = typer.Typer(

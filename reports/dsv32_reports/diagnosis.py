@@ -26,7 +26,7 @@ SHOWN_DIFFERENCES = 5
 def doctor_text(diagnosis: Diagnosis, target: dict[str, str] | None = None) -> str:
     """The diagnosis for a terminal: a table of what is installed, then one line for each thing that can or cannot run.
 
-    `target` is what another target's own process runs (`signoff.versions_of`). Ends without a line break.
+    `target` is what another target's own process runs (`signoff.target_fingerprint`). Ends without a line break.
     """
     rows = [("torch", _torch(diagnosis)), ("ROCm", diagnosis.rocm), ("GPU", _gpu(diagnosis))]
     rows += [("AITER", _aiter(diagnosis)), ("vLLM", _vllm(diagnosis))]

@@ -172,7 +172,7 @@ def finding(found: CounterexampleFound, name: str, folder: str) -> Finding:
         summary=found.summary,
         classification=classify(found),
         also_fails=[v.check for v in found.verdicts if v.status is Status.FAILED and v.check != case.check],
-        shown=shown_case(case)[:8],
+        shown=shown_case(case),
         file=f"cases/{name}",
         command=replay_command(str(path), case.target),
     )
@@ -197,11 +197,11 @@ def classify(found: CounterexampleFound) -> str:
 
 
 def shown_case(case: AnyCase) -> list[str]:
-    """A case in lines: its step batches, or the fields of the input that a check drew."""
+    """A case in at most eight lines: its step batches, or the fields of the input that a check drew."""
     if isinstance(case, Case):
-        return [f"step {i}: {show_step(step)}" for i, step in enumerate(case.steps)]
+        return [f"step {i}: {show_step(step)}" for i, step in enumerate(case.steps[:8])]
     # As JSON, so that a tuple and the list that a journal keeps of it read alike.
-    return [f"{name}: {msgspec.json.encode(value).decode()}" for name, value in case.input.items()]
+    return [f"{name}: {msgspec.json.encode(value).decode()}" for name, value in [*case.input.items()][:8]]
 
 
 def show_step(step: StepBatch) -> str:

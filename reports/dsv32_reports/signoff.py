@@ -23,7 +23,7 @@ from dsv32_fuzz.events import (
     RunStarted,
 )
 from dsv32_fuzz.search.known_cases import KnownCases
-from dsv32_fuzz.targets import Target
+from dsv32_fuzz.targets import Target, versions_of
 from dsv32_reports.bundle import JOURNAL, MANIFEST
 from dsv32_reports.fingerprint import DEVICE_STATE, device_fingerprint, fingerprint
 from dsv32_reports.fold import Evidence
@@ -68,7 +68,7 @@ def started(
     known: KnownCases | None = None,
 ) -> RunStarted:
     """The first event: what the run is made of, and on what."""
-    release = versions_of(target).get(f"target {target.name}", "")
+    release = versions_of(target).get(target.name, "")
     options_text = describe(target.options) if target.options else f"{target.name} {release}".strip()
     now = datetime.datetime.now(datetime.timezone.utc)
     return RunStarted(
@@ -80,7 +80,7 @@ def started(
         started=now.isoformat(timespec="seconds"),
         seed=seed,
         profile=profile,
-        fingerprint=fingerprint() | versions_of(target) | device_fingerprint(),
+        fingerprint=fingerprint() | target_fingerprint(target) | device_fingerprint(),
         policy=msgspec.to_builtins(policy),
         approver=approver,
         previous=previous,
@@ -97,10 +97,9 @@ def known_of(first: RunStarted) -> KnownCases | None:
     return KnownCases(corpus=corpus, ledger=ledger)
 
 
-def versions_of(target: Target) -> dict[str, str]:
+def target_fingerprint(target: Target) -> dict[str, str]:
     """What the target's own process runs, beside what the suite runs."""
-    found: dict[str, str] = getattr(target, "versions", {})
-    return {f"target {name}": version for name, version in found.items()}
+    return {f"target {name}": version for name, version in versions_of(target).items()}
 
 
 def run(
@@ -140,7 +139,7 @@ def check_resumable(first: RunStarted, target: Target, folder: Path) -> None:
     Raises:
         ValueError: something differs.
     """
-    now = fingerprint() | versions_of(target) | {"target": target.name}
+    now = fingerprint() | target_fingerprint(target) | {"target": target.name}
     then = {name: value for name, value in first.fingerprint.items() if not name.startswith(DEVICE_STATE)}
     then |= {"target": first.target}
     changed = [name for name in now.keys() | then.keys() if now.get(name) != then.get(name)]

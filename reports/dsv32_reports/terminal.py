@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -18,6 +20,14 @@ from dsv32_reports.wording import headline, printable, sentence
 
 STYLES = {Status.PASSED: "green", Status.FAILED: "red", Status.MISTRUSTED: "yellow", Status.SKIPPED: "dim"}
 OUTCOME_STYLES = {Outcome.GO: "bold green", Outcome.NO_GO: "bold red", Outcome.INCONCLUSIVE: "bold yellow"}
+
+
+class Output(Console):
+    """A console whose closed pipe stays a `BrokenPipeError`; rich makes it an exit with 1, which here is a finding."""
+
+    def on_broken_pipe(self) -> None:
+        """Tell whoever prints."""
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 class ProgressListener:

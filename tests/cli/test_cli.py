@@ -9,23 +9,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
 from html.parser import HTMLParser
 from pathlib import Path
 
 import jsonschema
 import pytest
-from msgspec.structs import replace
+import short_signoff
+from short_signoff import run_some, take_the_least
 from typer.testing import CliRunner, Result
 
-from dsv32_fuzz import signoff_run
 from dsv32_reports.cli import app
 from dsv32_reports.json_file import report_schema
 from dsv32_reports.wording import replay_command
 
 DSV32 = [sys.executable, "-c", "from dsv32_reports.cli import main; main()"]
-LEAST = {"workload_seconds": 0.5, "fuzz_seconds": 0.0, "check_seconds": 0.0, "shrink_seconds": 0.5, "drift_steps": 6}
-"""Profile `ci` with as many examples and next to no time: every check runs, and gets what it needs to be trusted."""
 
 
 def dsv32(*arguments: str, cwd: Path, code: int) -> Result:
@@ -45,7 +42,7 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One short sign-off of the defective options and one of the repaired ones."""
     folder = tmp_path_factory.mktemp("bundles")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(signoff_run.PROFILES, "ci", replace(signoff_run.PROFILES["ci"], **LEAST))
+        take_the_least(patch)
         for name, code in (("pr42982", 1), ("pr47766", 0)):
             done = dsv32("signoff", "--options", name, "--profile", "ci", "--out", name, cwd=folder, code=code)
             (folder / f"{name}.txt").write_text(done.stdout)
@@ -241,6 +238,13 @@ def test_unknown_option_of_a_command_is_usage(tmp_path: Path) -> None:
     assert "--nope" in dsv32("signoff", "--nope", cwd=tmp_path, code=2).stderr
 
 
+def test_a_file_that_is_missing_is_not_a_matter_of_space(tmp_path: Path) -> None:
+    told = dsv32("trace", "before.json", "after.json", cwd=tmp_path, code=2).stderr
+    assert (
+        told == "dsv32: error: before.json: No such file or directory; give another path, then run the command again\n"
+    )
+
+
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     """/dev/full takes the place of the journal's disk."""
     program = (
@@ -255,26 +259,12 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-SHORT = ("proof", "fuzz:mtp_decode", "workload", "drift")
-"""Phases of a sign-off that is interrupted: a counterexample comes early, and two phases follow it."""
-
-
-def only(phases: Iterable[str]) -> Callable[..., dict[str, object]]:
-    """The phases of a sign-off without all but those, in their order."""
-    genuine = signoff_run.phases
-    return lambda *given: {name: genuine(*given)[name] for name in phases}
-
-
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_keeps_what_was_found(
     tmp_path: Path, sent: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = (
-        "from dsv32_fuzz import signoff_run as run; from dsv32_reports.cli import main; genuine = run.phases;"
-        f"run.phases = lambda *given: {{name: genuine(*given)[name] for name in {SHORT}}}; main()"
-    )
     run = subprocess.Popen(
-        [sys.executable, "-c", program, "signoff", "--options", "pr42982", "--profile", "ci", "--out", "run"],
+        [sys.executable, short_signoff.__file__, "signoff", "--options", "pr42982", "--profile", "ci", "--out", "run"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -294,7 +284,7 @@ def test_an_interrupt_keeps_what_was_found(
     assert document["findings"]
     assert "go on with dsv32 signoff --resume run" in errors
     if sent is signal.SIGINT:
-        monkeypatch.setattr(signoff_run, "phases", only(SHORT))
+        run_some(monkeypatch)
         dsv32("signoff", "--resume", "run", cwd=tmp_path, code=1)
         assert "interrupted" not in json.loads((tmp_path / "run" / "report.json").read_text())["reason"]
         dsv32("verify", "run", cwd=tmp_path, code=0)

@@ -23,50 +23,17 @@ from dsv32_fast.path import DecodePath, PathConfig, StepOutput
 from dsv32_fast.state import CacheState
 from dsv32_fuzz.stages.bounds import Recording, Values
 from dsv32_fuzz.stages.long_decode import Event, decisions, follow
+from dsv32_fuzz.stages.recorder import MIXED, REAL_WIDTHS
 from dsv32_ref import decode as reference
 from dsv32_ref.config import Config, Precision
 from dsv32_ref.state import Model, State
 from dsv32_ref.weights import Weights, assemble, quantise, synthetic
 
-_SMALL = Config(
-    vocab_size=96,
-    dim=128,
-    inter_dim=128,
-    moe_inter_dim=32,
-    n_layers=2,
-    n_dense_layers=1,
-    n_heads=4,
-    q_lora_rank=64,
-    kv_lora_rank=64,
-    qk_nope_head_dim=32,
-    qk_rope_head_dim=16,
-    v_head_dim=32,
-    index_n_heads=4,
-    index_head_dim=64,
-    index_topk=16,
-    max_seq_len=256,
-    original_seq_len=32,
-    rope_factor=8.0,
-)
-ADMITTED = _SMALL.replace(
-    dim=256,
-    moe_inter_dim=128,
-    n_heads=16,
-    q_lora_rank=128,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    index_n_heads=64,
-    index_head_dim=128,
-    index_topk=128,
-    max_seq_len=2048,
-    original_seq_len=256,
-)
+ADMITTED = MIXED.replace(**REAL_WIDTHS, max_seq_len=2048, original_seq_len=256)
 """The smallest world that real kernels take."""
 KERNELS = current().kernels
 """What this session runs: the emulation unless `--kernels` says otherwise."""
-SMALL = ADMITTED if current().limits.defined else _SMALL
+SMALL = ADMITTED if current().limits.defined else MIXED
 """Experts as in the real model (256 in 8 groups, 4 kept, 8 chosen), everything else small, YaRN on."""
 UNIT = SMALL.index_topk // 16
 """Lengths of the schedule scale with topk."""

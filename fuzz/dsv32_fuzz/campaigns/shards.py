@@ -152,7 +152,7 @@ def open_target(name: str, options: Options | None, arguments: Mapping[str, str]
     Raises:
         ValueError: no target of that name, or one that cannot be opened.
     """
-    if name == "in-tree":
+    if name == registry.IN_TREE:
         if options is None or arguments:
             raise ValueError(f"the in-tree path takes options, and no {', '.join(arguments) or 'other argument'}")
         return InTreeTarget(options)

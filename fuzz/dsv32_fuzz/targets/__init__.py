@@ -99,9 +99,15 @@ class Session(Protocol):
         """Build the metadata of one step."""
 
 
+def versions_of(target: Target) -> dict[str, str]:
+    """Releases and commits of what the target's own process runs, by name; empty if it has none or tells none."""
+    found: dict[str, str] = getattr(target, "versions", {})
+    return found
+
+
 def release_of(target: Target) -> str:
-    """Release and commit of a target that tells its `versions`, a mapping under its own name; else empty."""
-    versions: dict[str, str] = getattr(target, "versions", {})
+    """Release and commit of the target itself; empty if it does not tell them."""
+    versions = versions_of(target)
     release, commit = (versions.get(name, "") for name in (target.name, f"{target.name} commit"))
     return f"{release}, commit {commit}" if commit else release
 

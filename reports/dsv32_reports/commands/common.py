@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import signal
@@ -10,18 +11,19 @@ from collections.abc import Callable
 from typing import Annotated, NoReturn, ParamSpec
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from dsv32_fast.options import PRESETS
 from dsv32_fuzz.verdict import Status
 from dsv32_reports.model import EXIT_INTERRUPTED, EXIT_USAGE
+from dsv32_reports.terminal import Output
 
 P = ParamSpec("P")
 
 EXIT_CLOSED = 128 + signal.SIGPIPE
 """Whoever read the output stopped reading, as `head` does."""
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 EXIT_OF_STATUS = {Status.PASSED: 0, Status.FAILED: 1, Status.MISTRUSTED: 3, Status.SKIPPED: 3}
 
 OptionsName = Annotated[str, typer.Option("--options", help=f"Options of the optimised path: {', '.join(PRESETS)}.")]
@@ -58,12 +60,13 @@ def command(function: Callable[P, int]) -> Callable[P, None]:
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except ValueError as error:
             fail(str(error))
-        except (BrokenPipeError, SystemExit):  # SystemExit is what rich makes of a broken pipe
+        except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has no reader
             raise typer.Exit(EXIT_CLOSED) from None
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
-            fail(f"{where}{error.strerror}; free space or choose another place, then run the command again")
+            remedy = "free space or choose another place" if error.errno in NO_ROOM else "give another path"
+            fail(f"{where}{error.strerror}; {remedy}, then run the command again")
         raise typer.Exit(code)
 
     return run
@@ -73,7 +76,7 @@ def show(table: Table) -> None:
     """Print a table whose cells are folded, never cut; off a terminal it has 120 columns at least."""
     for column in table.columns:
         column.overflow = "fold"
-    console = Console()
+    console = Output()
     if not console.is_terminal:
         console.width = max(console.width, 120)
     console.print(table)

@@ -6,7 +6,7 @@ from dsv32_fast.doctor import examine
 from dsv32_fuzz.targets.registry import IN_TREE, open_target
 from dsv32_reports.commands.common import Json, TargetName, TargetPython, VllmPath, command
 from dsv32_reports.diagnosis import doctor_exit_code, doctor_json, doctor_text
-from dsv32_reports.signoff import versions_of
+from dsv32_reports.signoff import target_fingerprint
 
 
 @command
@@ -19,6 +19,6 @@ def doctor(
     has. Exit 1 if AITER, or a package that goes by its name, cannot be used.
     """
     opened = open_target(target, path=vllm_path, python=target_python)
-    diagnosis, versions = examine(), versions_of(opened) if target != IN_TREE else None
+    diagnosis, versions = examine(), target_fingerprint(opened) if target != IN_TREE else None
     print(doctor_json(diagnosis, versions) if json else doctor_text(diagnosis, versions))
     return doctor_exit_code(diagnosis)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from dsv32_fast.options import PRESETS, describe
 from dsv32_fuzz.campaigns.corpus import Corpus
@@ -32,7 +31,7 @@ from dsv32_reports.interrupt import interrupts
 from dsv32_reports.json_file import encode_campaign
 from dsv32_reports.model import EXIT_INTERRUPTED
 from dsv32_reports.signoff import until_interrupted
-from dsv32_reports.terminal import ProgressListener
+from dsv32_reports.terminal import Output, ProgressListener
 
 RESULT = "result.json"
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
@@ -122,7 +121,7 @@ def _events(plan: FuzzPlan, ray: str | None) -> Generator[Event, None, None]:
 
 def _drain(events: Generator[Event, None, None], seconds: float, *, quiet: bool) -> bool:
     """Show every event; whether the run was interrupted."""
-    console = Console(stderr=True, quiet=quiet)
+    console = Output(stderr=True, quiet=quiet)
     bars = ProgressListener(console) if console.is_terminal else None
     listener: Callable[[Event], None] = bars or ProgressLines(
         seconds, lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)

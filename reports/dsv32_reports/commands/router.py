@@ -9,14 +9,13 @@ from typing import Annotated
 import msgspec
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from dsv32_fuzz.router_study.gates import Activations, Gate, gate_layers, gates, synthetic
 from dsv32_fuzz.router_study.ranges import tensor_files
 from dsv32_fuzz.router_study.study import LayerReport, Rate, study_layer
 from dsv32_ref.config import Config
-from dsv32_reports.commands.common import Json, command
+from dsv32_reports.commands.common import Json, command, show
 
 SYNTHETIC = "synthetic: independent standard normal channels in bf16; record real ones with docs/record_gate_inputs.py"
 
@@ -91,8 +90,7 @@ def _show(reports: list[LayerReport], worst: LayerReport, inputs: str) -> None:
         table.add_row(
             str(report.layer), band, *distinct, *rates, f"{report.margin_median:.2g}", f"{report.load_shift:.2%}"
         )
-    console = Console()
-    console.print(table)
+    show(table)
     print(f"inputs {inputs}")
     print("flips: measured share of tokens [95 % interval], then what rounding that acted like noise would give")
     both = worst.flips["both"]

@@ -11,7 +11,6 @@ from typing import Annotated
 import msgspec
 import torch
 import typer
-from rich.console import Console
 
 from dsv32_fast.options import PRESETS
 from dsv32_fuzz.events import Event, PhaseFinished, RunStarted
@@ -29,7 +28,7 @@ from dsv32_reports.given import accuracy_given, check_limits, latency_given, rou
 from dsv32_reports.interrupt import interrupts
 from dsv32_reports.model import EXIT_CODES, EXIT_INTERRUPTED
 from dsv32_reports.policy import DEFAULT, load_policy
-from dsv32_reports.terminal import ProgressListener, print_report
+from dsv32_reports.terminal import Output, ProgressListener, print_report
 from dsv32_reports.verify import previous_of
 
 
@@ -149,7 +148,7 @@ def _resumed(
 
 
 def _run(folder: Path, events: Events, kept: Sequence[Event], *, quiet: bool, json: bool) -> int:
-    listener = ProgressListener(Console(stderr=True, quiet=quiet))
+    listener = ProgressListener(Output(stderr=True, quiet=quiet))
     try:
         evidence = signoff_run.collect(events, folder, [listener], interrupts, kept)
     finally:
@@ -159,7 +158,7 @@ def _run(folder: Path, events: Events, kept: Sequence[Event], *, quiet: bool, js
     if json:
         print(msgspec.json.encode(report).decode())
     else:
-        print_report(report, folder, digest, Console(soft_wrap=False), quiet=quiet)
+        print_report(report, folder, digest, Output(soft_wrap=False), quiet=quiet)
     if evidence.finished is None or evidence.finished.interrupted:
         print(f"dsv32: stopped early; go on with dsv32 signoff --resume {shlex.quote(str(folder))}", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -7,14 +7,13 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from dsv32_fuzz.latency.evidence import of_traces
 from dsv32_fuzz.traces.compare import TraceComparison, compare
 from dsv32_fuzz.traces.kineto import read_trace
 from dsv32_fuzz.traces.steps import StepTable, step_table
-from dsv32_reports.commands.common import Json, command
+from dsv32_reports.commands.common import Json, command, show
 
 EXIT_OF_VERDICT = {"faster": 0, "no difference": 0, "slower": 1, "cannot tell": 3}
 
@@ -70,25 +69,24 @@ def _patterns(counts: list[str]) -> dict[str, str]:
 
 
 def _show(found: TraceComparison) -> None:
-    console = Console()
     interval = _interval(found.ratio_low, found.ratio_high, ".4f")
-    _say(console, f"{found.verdict}: after / before = {found.ratio:.4f} {interval}, margin {100 * found.margin:g} %")
+    print(f"{found.verdict}: after / before = {found.ratio:.4f} {interval}, margin {100 * found.margin:g} %")
     for side, steps in (("before", found.before), ("after", found.after)):
-        _say(console, f"  {side}: {_described(steps)}")
-    _say(console, "One trace a side: intervals (99 %) hold the variation within a run, not that between runs.")
+        print(f"  {side}: {_described(steps)}")
+    print("One trace a side: intervals (99 %) hold the variation within a run, not that between runs.")
     if found.level == "host":
-        _say(console, "No device work in a trace: counts are of host operators and confirm arithmetic only.")
+        print("No device work in a trace: counts are of host operators and confirm arithmetic only.")
     table = Table("per step", "before", "after", "difference", "99 % interval")
     for name, (a, b) in found.quantiles.items():
         table.add_row(f"step, ms, {name}", f"{a:.4g}", f"{b:.4g}", f"{b - a:+.4g}", "")
     for row in found.rows:
         cells = (f"{row.before:.6g}", f"{row.after:.6g}", f"{row.difference:+.4g}", _interval(row.low, row.high, ".4g"))
         table.add_row(row.name, *cells)
-    console.print(table)
+    show(table)
     claims = Table("claim of PR #42982", "claimed", "measured", "status")
     for claim in found.claims:
         claims.add_row(claim.name, claim.claimed, claim.measured, claim.status)
-    console.print(claims)
+    show(claims)
 
 
 def _described(table: StepTable) -> str:
@@ -99,7 +97,3 @@ def _described(table: StepTable) -> str:
 
 def _interval(low: float | None, high: float | None, form: str) -> str:
     return "(too few steps for an interval)" if low is None or high is None else f"[{low:{form}}, {high:{form}}]"
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

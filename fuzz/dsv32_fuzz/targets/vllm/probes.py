@@ -217,18 +217,12 @@ def shared_indices(loaded: Loaded) -> Answer:
 
     Drives `forward_mqa` up to the attention kernel, twice on the metadata of one step, with other indices in between.
     """
-    dims, length = Dims(topk=TOPK, max_num_batched_tokens=64), 200
-    builder = make_builder(loaded, dims, 0, Setting())
-    metadata, _ = run_build(loaded, builder, dims, StepBatch(query_lens=(1,), seq_lens=(length,)))
-    metadata.block_table = torch.arange(1000, dtype=torch.int32).reshape(1, -1)
-    indices_TK = torch.arange(TOPK, dtype=torch.int32).reshape(1, -1).repeat(64, 1)
-    layer = _layer(loaded, indices_TK)
+    layer, call = _decode_step(loaded)
     layer._forward_mla = lambda *_args, **_kwargs: (None, None)
-    q, cache = torch.zeros(1, 16, 576, dtype=torch.bfloat16), torch.zeros(1000, 1, 576, dtype=torch.bfloat16)
-    seen = []
+    metadata, seen = call[2], []
     for first in (0, 300):
-        indices_TK.copy_(torch.arange(first, first + TOPK, dtype=torch.int32))
-        layer.forward_mqa(q, cache, metadata, SimpleNamespace(_q_scale=None, _k_scale=None))
+        layer.topk_indices_buffer.copy_(torch.arange(first, first + TOPK, dtype=torch.int32))
+        layer.forward_mqa(*call)
         seen.append(int(metadata.paged_kv_indices[0]))
     if seen == [0, 300]:
         return passed("converted in each of two passes over one step's metadata")
@@ -248,16 +242,11 @@ def lse(loaded: Loaded) -> Answer:
     kernels = [name for name in ("mla_decode_fwd", "mla_decode_fwd_lse") if hasattr(ops, name)]
     if not kernels:
         return skipped("the backend has no wrapper of mla_decode_fwd under the known name")
-    dims = Dims(topk=TOPK, max_num_batched_tokens=64)
-    builder = make_builder(loaded, dims, 0, Setting())
-    metadata, _ = run_build(loaded, builder, dims, StepBatch(query_lens=(1,), seq_lens=(200,)))
-    metadata.block_table = torch.arange(1000, dtype=torch.int32).reshape(1, -1)
-    layer = _layer(loaded, torch.arange(TOPK, dtype=torch.int32).reshape(1, -1).repeat(64, 1))
-    q, cache = torch.zeros(1, 16, 576, dtype=torch.bfloat16), torch.zeros(1000, 1, 576, dtype=torch.bfloat16)
+    layer, call = _decode_step(loaded)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(sys.modules, {"vllm.platforms.rocm": _mi355x()}))
         wrappers = {name: stack.enter_context(mock.patch.object(ops, name)) for name in kernels}
-        answered = layer.forward_mqa(q, cache, metadata, SimpleNamespace(_q_scale=None, _k_scale=None))
+        answered = layer.forward_mqa(*call)
     called = {name: wrapper.call_args.kwargs for name, wrapper in wrappers.items() if wrapper.called}
     if not called:
         return skipped("the layer calls neither wrapper of mla_decode_fwd in a decode step")
@@ -273,6 +262,17 @@ def _mi355x() -> ModuleType:
     for name, answer in {"on_gfx942": False, "on_gfx950": True, "on_mi3xx": True}.items():
         setattr(module, name, lambda told=answer: told)
     return module
+
+
+def _decode_step(loaded: Loaded) -> tuple[Any, tuple[Any, ...]]:
+    """A layer, and what its `forward_mqa` takes for a request of 200 tokens: queries, cache, metadata, scales."""
+    dims = Dims(topk=TOPK, max_num_batched_tokens=64)
+    builder = make_builder(loaded, dims, 0, Setting())
+    metadata, _ = run_build(loaded, builder, dims, StepBatch(query_lens=(1,), seq_lens=(200,)))
+    metadata.block_table = torch.arange(1000, dtype=torch.int32).reshape(1, -1)
+    layer = _layer(loaded, torch.arange(TOPK, dtype=torch.int32).reshape(1, -1).repeat(64, 1))
+    q, cache = torch.zeros(1, 16, 576, dtype=torch.bfloat16), torch.zeros(1000, 1, 576, dtype=torch.bfloat16)
+    return layer, (q, cache, metadata, SimpleNamespace(_q_scale=None, _k_scale=None))
 
 
 def _layer(loaded: Loaded, indices_TK: torch.Tensor) -> Any:
